@@ -1,0 +1,82 @@
+"""A workbench for CUDA kernels that verify speculative-decoding trees and move KV cache.
+
+Importing the package loads no other package: every public name is resolved on first use, so that
+a tool that only reads a report or a version pays for neither torch nor CuPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cuverify.device import prebuilt as prebuilt
+    from cuverify.host.options import checked as checked
+    from cuverify.host.options import host_options as host_options
+    from cuverify.kernel import Kernel as Kernel
+    from cuverify.kernel import load_kernel as load_kernel
+    from cuverify.launches import record_launches as record_launches
+
+__version__ = "0.1.0.dev0"
+
+# name -> module that defines it
+_EXPORTS = {
+    "Kernel": "cuverify.kernel",
+    "checked": "cuverify.host.options",
+    "host_options": "cuverify.host.options",
+    "load_kernel": "cuverify.kernel",
+    "prebuilt": "cuverify.device",
+    "record_launches": "cuverify.launches",
+}
+_SUBMODULES = frozenset(
+    {
+        "bench",
+        "benches",
+        "cases",
+        "check",
+        "cli",
+        "compile",
+        "contract",
+        "device",
+        "diagnostics",
+        "env",
+        "errors",
+        "evidence",
+        "host",
+        "kernel",
+        "kernels_cu",
+        "launches",
+        "ops",
+        "reference",
+        "report",
+        "sources",
+        "strategies",
+        "validators",
+        "workload",
+    }
+)
+
+__all__ = [
+    "Kernel",
+    "__version__",
+    "checked",
+    "errors",
+    "host_options",
+    "load_kernel",
+    "prebuilt",
+    "record_launches",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return importlib.import_module(f"cuverify.{name}")
+    raise AttributeError(f"module 'cuverify' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})

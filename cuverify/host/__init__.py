@@ -1,0 +1,1 @@
+"""The host lane: CUDA text run and checked on a CPU."""

@@ -1,0 +1,98 @@
+// The host twins of the PTX wrappers in kernels_cu/include/ptx.cuh. Fragment layouts follow the PTX ISA.
+#pragma once
+
+#include "cuverify_host_half.h"
+
+namespace cuverify_host {
+
+struct MmaSlot {
+    float* d;
+    const unsigned* a;
+    const unsigned* b;
+};
+
+inline void mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, Site site) {
+    MmaSlot slot{d, a, b};
+    collective(
+        all_lanes, Collective::mma, &slot,
+        [](void** slots, unsigned, Site) CUVERIFY_NO_CHECK {
+            float left[16][16], right[8][16];  // A by rows, B by columns
+            auto half_of = [](unsigned pair, int high) {
+                return bfloat16_to_float(
+                    static_cast<unsigned short>(high ? pair >> 16 : pair & 0xffffu));
+            };
+            for (int lane = 0; lane < 32; ++lane) {
+                const auto* from = static_cast<MmaSlot*>(slots[lane]);
+                int group = lane / 4, pair = lane % 4 * 2;
+                for (int high = 0; high < 2; ++high) {
+                    left[group][pair + high] = half_of(from->a[0], high);
+                    left[group + 8][pair + high] = half_of(from->a[1], high);
+                    left[group][pair + 8 + high] = half_of(from->a[2], high);
+                    left[group + 8][pair + 8 + high] = half_of(from->a[3], high);
+                    right[group][pair + high] = half_of(from->b[0], high);
+                    right[group][pair + 8 + high] = half_of(from->b[1], high);
+                }
+            }
+            for (int lane = 0; lane < 32; ++lane) {
+                auto* to = static_cast<MmaSlot*>(slots[lane]);
+                int group = lane / 4, column = lane % 4 * 2;
+                for (int i = 0; i < 4; ++i)
+                    to->d[i] =
+                        fused_dot(left[group + i / 2 * 8], right[column + i % 2], 16, to->d[i]);
+            }
+        },
+        site);
+}
+
+struct MatrixSlot {
+    unsigned* to;
+    const void* row;
+};
+
+template <int Matrices, bool Transposed>
+void load_matrices(unsigned* to, const void* row, Site site) {
+    read_access(row, 16, site);
+    MatrixSlot slot{to, row};
+    collective(
+        all_lanes, Collective::ldmatrix, &slot,
+        [](void** slots, unsigned, Site) CUVERIFY_NO_CHECK {
+            for (int m = 0; m < Matrices; ++m)
+                for (int lane = 0; lane < 32; ++lane) {
+                    unsigned short half[2];
+                    for (int i = 0; i < 2; ++i) {
+                        int r = lane / 4, c = lane % 4 * 2 + i;
+                        if (Transposed) std::swap(r, c);
+                        auto* from = static_cast<MatrixSlot*>(slots[m * 8 + r]);
+                        half[i] = static_cast<const unsigned short*>(from->row)[c];
+                    }
+                    static_cast<MatrixSlot*>(slots[lane])->to[m] =
+                        half[0] | static_cast<unsigned>(half[1]) << 16;
+                }
+        },
+        site);
+}
+
+struct TransposeSlot {
+    unsigned in, out;
+};
+
+inline unsigned transpose_matrix(unsigned value, Site site) {
+    TransposeSlot slot{value, 0};
+    collective(
+        all_lanes, Collective::movmatrix, &slot,
+        [](void** slots, unsigned, Site) CUVERIFY_NO_CHECK {
+            for (int lane = 0; lane < 32; ++lane) {
+                unsigned out = 0;
+                for (int i = 0; i < 2; ++i) {
+                    int r = lane % 4 * 2 + i, c = lane / 4;  // element (c, r) of the source
+                    unsigned from = static_cast<TransposeSlot*>(slots[r * 4 + c / 2])->in;
+                    out |= (from >> c % 2 * 16 & 0xffffu) << 16 * i;
+                }
+                static_cast<TransposeSlot*>(slots[lane])->out = out;
+            }
+        },
+        site);
+    return slot.out;
+}
+
+}  // namespace cuverify_host

@@ -1,0 +1,108 @@
+"""How the host lane runs a launch: checked or plain, in which order, with which numerics."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cuverify.errors import ArgumentError
+
+SCHEDULES = ("ascending", "descending", "random")
+MMA_MODELS = {"exact": 0, "sm_80": 80, "sm_90": 90}
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Settings of the host lane.
+
+    Attributes
+    ----------
+    checked : bool
+        Whether the access, race and barrier checkers watch. Without them only barriers are judged,
+        and a stray access can end the process.
+    schedule : {"ascending", "descending", "random"}
+        Which ready thread and which block runs first. Under the checkers ``random`` also switches
+        threads in front of memory accesses.
+    seed : int
+        Of the random schedule.
+    mma : {"exact", "sm_80", "sm_90"}
+        How tensor-core products add up: in double with one rounding, or as the hardware of Ampere
+        and Ada (``sm_80``) or Hopper and Blackwell (``sm_90``) does.
+    compiler : str, optional
+        ``g++``, ``clang++``, ``zig`` or a command; the first that is found where it is not given.
+    max_accesses : int
+        A checked launch that makes more memory accesses is judged endless.
+    """
+
+    checked: bool = False
+    schedule: str = "ascending"
+    seed: int = 0
+    mma: str = "exact"
+    compiler: str | None = None
+    max_accesses: int = 2_000_000_000
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ArgumentError("schedule", self.schedule, f"wants one of {', '.join(SCHEDULES)}")
+        if self.mma not in MMA_MODELS:
+            raise ArgumentError("mma", self.mma, f"wants one of {', '.join(MMA_MODELS)}")
+        if not 0 <= self.seed < 2**63:
+            raise ArgumentError("seed", self.seed, "wants 0 to 2**63 - 1")
+        if self.max_accesses < 1:
+            raise ArgumentError("max_accesses", self.max_accesses, "wants at least 1")
+
+
+_current: contextvars.ContextVar[HostOptions] = contextvars.ContextVar("host_options")
+
+
+def current_options() -> HostOptions:
+    """Return the settings of the innermost open context, or the defaults."""
+    return _current.get(HostOptions())
+
+
+@contextlib.contextmanager
+def host_options(**changes: object) -> Iterator[HostOptions]:
+    """Change settings of the host lane while the context is open.
+
+    Parameters
+    ----------
+    **changes
+        Attributes of HostOptions.
+
+    Yields
+    ------
+    HostOptions
+        The settings in force.
+    """
+    unknown = changes.keys() - {field.name for field in dataclasses.fields(HostOptions)}
+    if unknown:
+        raise ArgumentError("host_options", sorted(unknown), "no such settings")
+    options = dataclasses.replace(current_options(), **changes)  # type: ignore[arg-type]
+    token = _current.set(options)
+    try:
+        yield options
+    finally:
+        _current.reset(token)
+
+
+def checked(
+    schedule: str = "ascending", seed: int = 0, **changes: object
+) -> contextlib.AbstractContextManager[HostOptions]:
+    """Run host-lane launches under the access, race and barrier checkers.
+
+    A launch with faults raises CheckerError after it has ended; its `.reports` hold all of them.
+
+    Parameters
+    ----------
+    schedule, seed, **changes
+        Attributes of HostOptions.
+
+    Examples
+    --------
+    >>> with cuverify.checked(schedule="random", seed=7):   # doctest: +SKIP
+    ...     kernel(1, 128, out, x)
+    """
+    return host_options(checked=True, schedule=schedule, seed=seed, **changes)

@@ -1,0 +1,63 @@
+// Memory as emulated instructions use it: whole-width accesses, and cp.async with its late arrival.
+#include <cstring>
+
+#include "state.h"
+
+namespace cuverify_host {
+
+void read_access(const void* address, size_t bytes, Site site) {
+    if (bytes) check_access(address, bytes, access_read, place_of(site));
+}
+
+void write_access(void* address, size_t bytes, Site site) {
+    check_access(address, bytes, access_write, place_of(site));
+}
+
+void atomic_access(void* address, size_t bytes, Site site) {
+    check_access(address, bytes, access_read | access_atomic, place_of(site));
+    check_access(address, bytes, access_write | access_atomic, place_of(site));
+}
+
+void async_copy(void* destination, const void* source, int bytes, int source_bytes, Site site) {
+    if (source_bytes < 0 || source_bytes > bytes)
+        fault("bad-cp-async", site, "cp.async copies %d bytes of which %d come from the source",
+              bytes, source_bytes);
+    auto width = static_cast<size_t>(bytes);
+    if (reinterpret_cast<uintptr_t>(destination) % width ||
+        (source_bytes && reinterpret_cast<uintptr_t>(source) % width))
+        misaligned_access(reinterpret_cast<uintptr_t>(destination) % width ? destination : source,
+                          width, place_of(site));
+    read_access(source, static_cast<size_t>(source_bytes), site);
+    write_access(destination, width, site);
+    memset(destination, 0xff, width);  // what a reader that does not wait would see
+    if (checking) mark_pending(destination, width);
+    self->async_open.push_back({destination, source, bytes, source_bytes, site});
+}
+
+void async_commit() {
+    self->async_groups.push_back(std::move(self->async_open));
+    self->async_open.clear();
+}
+
+void async_wait(int groups_left) {
+    auto& groups = self->async_groups;
+    auto keep = static_cast<size_t>(groups_left);
+    if (groups.size() <= keep) return;
+    auto arrived = groups.end() - static_cast<ptrdiff_t>(keep);
+    for (auto group = groups.begin(); group != arrived; ++group)
+        for (const AsyncCopy& copy : *group) {
+            auto width = static_cast<size_t>(copy.bytes),
+                 given = static_cast<size_t>(copy.source_bytes);
+            if (checking) {
+                // The copy may have run at any time until now, so what happened meanwhile races with it.
+                mark_written(copy.destination, width);
+                read_access(copy.source, given, copy.site);
+                write_access(copy.destination, width, copy.site);
+            }
+            memset(copy.destination, 0, width);
+            memcpy(copy.destination, copy.source, given);
+        }
+    groups.erase(groups.begin(), arrived);
+}
+
+}  // namespace cuverify_host

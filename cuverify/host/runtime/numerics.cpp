@@ -1,0 +1,84 @@
+// The tensor core's dot product.
+//
+// The default adds in double and rounds once to nearest. Hardware does neither: it aligns all terms to
+// the largest exponent, truncates them to a few bits more than float32 has, adds them as integers and
+// truncates the sum. The models follow MMA-Sim (arXiv 2511.10909):
+//   sm_80  Ampere, Ada       two chained dots of 8 terms, 24 fractional bits
+//   sm_90  Hopper, Blackwell one dot of 16 terms, 25 fractional bits
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "state.h"
+
+namespace cuverify_host {
+
+namespace {
+
+constexpr int smallest_exponent = -126;
+constexpr int max_terms = 16;
+unsigned model;  // 0: exact, 80, 90
+
+struct Scaled {
+    double significand;  // in [1, 2), or smaller for what float32 holds as subnormal
+    int exponent;
+};
+
+Scaled scaled(double value) {
+    int exponent;
+    double significand = std::frexp(value, &exponent) * 2;
+    --exponent;
+    if (significand == 0) return {0, smallest_exponent};
+    if (exponent < smallest_exponent)
+        return {std::ldexp(significand, exponent - smallest_exponent), smallest_exponent};
+    return {significand, exponent};
+}
+
+float truncated_to_float(double value) {
+    Scaled s = scaled(value);
+    return static_cast<float>(
+        std::ldexp(std::trunc(std::ldexp(s.significand, 23)), s.exponent - 23));
+}
+
+float aligned_dot(const float* a, const float* b, int terms, float c, int fraction_bits) {
+    double sum = c;
+    for (int i = 0; i < terms; ++i) sum += static_cast<double>(a[i]) * b[i];
+    if (std::isnan(sum)) {
+        uint32_t bits = 0x7fffffffu;  // the one NaN that tensor cores produce
+        float nan;
+        memcpy(&nan, &bits, sizeof nan);
+        return nan;
+    }
+    if (std::isinf(sum)) return static_cast<float>(sum);
+    Scaled term[max_terms + 1];
+    term[terms] = scaled(c);
+    int largest = term[terms].exponent;
+    for (int i = 0; i < terms; ++i) {
+        Scaled x = scaled(a[i]), y = scaled(b[i]);
+        term[i] = {x.significand * y.significand, x.exponent + y.exponent};
+        if (term[i].exponent > largest) largest = term[i].exponent;
+    }
+    int64_t total = 0;
+    for (int i = 0; i <= terms; ++i) {
+        int shift = fraction_bits + term[i].exponent - largest;
+        if (shift > -64) total += static_cast<int64_t>(std::ldexp(term[i].significand, shift));
+    }
+    return truncated_to_float(std::ldexp(static_cast<double>(total), largest - fraction_bits));
+}
+
+}  // namespace
+
+void set_mma_model(unsigned chosen) { model = chosen; }
+
+float fused_dot(const float* a, const float* b, int terms, float c) {
+    if (model == 90) return aligned_dot(a, b, terms, c, 25);
+    if (model == 80) {
+        for (int i = 0; i < terms; i += 8) c = aligned_dot(a + i, b + i, 8, c, 24);
+        return c;
+    }
+    double sum = c;
+    for (int i = 0; i < terms; ++i) sum += static_cast<double>(a[i]) * b[i];
+    return static_cast<float>(sum);
+}
+
+}  // namespace cuverify_host

@@ -1,0 +1,1 @@
+"""One module a stage: it checks arguments, owns no buffers and launches kernels."""

@@ -1,0 +1,177 @@
+"""Compile kernel texts for several architectures and report what each kernel takes.
+
+Needs NVRTC and no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cuverify.errors import CompileError
+from cuverify.report import Coverage, Finding, Report, Table
+
+if TYPE_CHECKING:
+    from cuverify.diagnostics import Diagnostic
+    from cuverify.sources import KernelSource
+
+COLUMNS = (
+    "kernel",
+    "arch",
+    "registers",
+    "spill B",
+    "stack B",
+    "static shared B",
+    "constant B",
+    "threads",
+)
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+
+
+def package_stems() -> tuple[str, ...]:
+    """Return the stems of the kernels in the package, sorted."""
+    folder = importlib.resources.files("cuverify.kernels_cu")
+    return tuple(
+        sorted(Path(entry.name).stem for entry in folder.iterdir() if entry.name.endswith(".cu"))
+    )
+
+
+def find_source(
+    target: str, *, values: dict[str, bool | int | float | str] | None = None
+) -> KernelSource:
+    """Return the text that a person names: a stem of the package, else a file.
+
+    Parameters
+    ----------
+    target : str
+        ``"relocate"`` or ``"path/to/x.cu"``.
+    values : dict, optional
+        The `-D` values.
+
+    Raises
+    ------
+    SourceError
+        There is no such file or stem, or the text tests no such value.
+    """
+    from cuverify.sources import KernelSource
+
+    if target in package_stems():
+        return KernelSource.from_package(target, values=values or {})
+    if not target.endswith(".cu") and "/" not in target and not Path(target).exists():
+        from cuverify.errors import SourceError
+
+        raise SourceError(
+            f"{target!r} is no kernel of the package and no file; "
+            f"the package has {', '.join(package_stems())}"
+        )
+    return KernelSource.from_file(Path(target), values=values or {})
+
+
+def survey(
+    sources: Iterable[KernelSource],
+    architectures: Sequence[str] = (),
+    *,
+    save: Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Compile every text for every architecture.
+
+    Parameters
+    ----------
+    sources : iterable of KernelSource
+    architectures : sequence of str
+        Names such as ``"sm_90a"``; all supported ones when empty.
+    save : Path, optional
+        Folder for the cubins, under the names by which `cuverify.prebuilt` finds them.
+    progress : callable, optional
+        Told before each compilation.
+
+    Returns
+    -------
+    Report
+        One row a kernel and architecture. What a compiler says is a finding, once for all the
+        architectures that say it.
+
+    Raises
+    ------
+    ArgumentError
+        An unknown architecture.
+    ToolchainError
+        NVRTC or CUDA headers are missing.
+    SourceError
+        A header is missing.
+    """
+    from cuverify.compile import ARCHITECTURES, compile_cubin
+    from cuverify.device import write_cubin
+
+    architectures = tuple(architectures) or ARCHITECTURES
+    sources = tuple(sources)
+    rows: list[tuple[object, ...]] = []
+    said: dict[Diagnostic, list[str]] = {}
+    logs: list[Finding] = []
+    compiled = 0
+    total = len(sources) * len(architectures)
+    for index, source in enumerate(sources):
+        own: list[tuple[object, ...]] = []
+        for number, arch in enumerate(architectures):
+            if progress is not None:
+                progress(f"{source.name} for {arch}", index * len(architectures) + number, total)
+            try:
+                cubin = compile_cubin(source, arch)
+            except CompileError as error:
+                for diagnostic in error.diagnostics:
+                    if diagnostic.severity != "note":  # it explains the error in front of it
+                        said.setdefault(diagnostic, []).append(arch)
+                if not any(entry.severity == "error" for entry in error.diagnostics):
+                    logs.append(Finding("compile", "error", str(error), source.name))
+                continue
+            if save is not None:
+                write_cubin(source, arch, save)
+            compiled += 1
+            for diagnostic in cubin.warnings:
+                said.setdefault(diagnostic, []).append(arch)
+            for name, taken in sorted(cubin.resources.items()):
+                own.append(
+                    (
+                        name,
+                        arch,
+                        taken.registers,
+                        taken.spill_store_bytes + taken.spill_load_bytes,
+                        taken.stack_bytes,
+                        taken.static_shared_bytes,
+                        taken.constant_bytes,
+                        taken.max_threads,
+                    )
+                )
+        rows += sorted(own, key=lambda row: str(row[0]))  # stable: architectures stay in order
+    report = Report("compile")
+    report.tables.append(Table("resources", COLUMNS, rows))
+    report.coverage.append(
+        Coverage("compile", "inspected", f"{compiled} of {total} compilations succeeded")
+    )
+    report.findings += [
+        _finding(diagnostic, archs, architectures) for diagnostic, archs in said.items()
+    ]
+    report.findings += logs
+    return report
+
+
+def _finding(diagnostic: Diagnostic, archs: Sequence[str], asked: Sequence[str]) -> Finding:
+    message = diagnostic.message
+    if set(archs) != set(asked):
+        message += f" ({', '.join(archs)})"
+    evidence: dict[str, object] = {}
+    if diagnostic.column is not None:
+        evidence["column"] = diagnostic.column
+    if diagnostic.excerpt:
+        evidence["excerpt"] = diagnostic.excerpt
+    return Finding(
+        "compile",
+        "error" if diagnostic.severity == "error" else "warning",
+        message,
+        f"{diagnostic.file}:{diagnostic.line}",
+        evidence,
+    )

@@ -1,0 +1,283 @@
+"""Hypothesis strategies for the inputs of kernels that verify trees and move KV.
+
+They keep Hypothesis's own manners: bounds are keywords in min/max pairs, a bound that makes no
+sense is an `InvalidArgument` when an example is drawn, what is drawn prints readably, and examples
+shrink towards the smallest list of the lowest slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from cuverify.reference.relocate import LEGAL, judge
+from cuverify.workload import RelocationBatch
+
+T = TypeVar("T")
+Fault = Literal["count", "source", "destination", "duplicate", "overlap"]
+
+FAULTS: tuple[Fault, ...] = ("count", "source", "destination", "duplicate", "overlap")
+ROW_BYTES = (16, 112, 128, 144, 656, 1152)
+"""A piece, around a cache line, an fp8 row with its scales (656), a bf16 latent row (1,152)."""
+
+# Rows that are drawn one by one and shrink one by one; the rest of a longer list comes from a seed.
+_FINE_ROWS = 16
+
+
+@st.composite
+def relocation_batches(
+    draw: st.DrawFn,
+    /,
+    *,
+    min_slots: int = 1,
+    max_slots: int = 64,
+    min_rows: int = 0,
+    max_rows: int | None = None,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    row_bytes: Sequence[int] = ROW_BYTES,
+    max_row_gap: int = 64,
+    max_tail: int = 8,
+    allow_stays: bool = True,
+    allow_shared_sources: bool = True,
+) -> RelocationBatch:
+    """Return a strategy for legal lists of moves, with the pools they are for.
+
+    Drawn often: the empty list, one row, all slots in the list, slot 0 and the last slot, no dead
+    tail, the fewest and the most layers, no gap between rows. A dead tail holds slots in and out of
+    range.
+
+    Parameters
+    ----------
+    min_slots, max_slots : int
+        Slots of every pool.
+    min_rows, max_rows : int
+        Rows of the list. At most as many as the slots allow, which is also the default maximum.
+    min_layers, max_layers : int
+        Number of pools.
+    row_bytes : sequence of int
+        Row sizes to choose from, multiples of 16.
+    max_row_gap : int
+        Most bytes between two rows, a multiple of 16.
+    max_tail : int
+        Longest dead tail.
+    allow_stays : bool
+        Whether rows with ``src == dst`` occur.
+    allow_shared_sources : bool
+        Whether several rows may have the same source.
+
+    Returns
+    -------
+    SearchStrategy of RelocationBatch
+    """
+    _pair("slots", min_slots, max_slots, 1)
+    _pair("layers", min_layers, max_layers, 1)
+    _pair("rows", min_rows, max_slots if max_rows is None else max_rows, 0)
+    if not row_bytes or any(size <= 0 or size % 16 for size in row_bytes):
+        raise InvalidArgument(f"row_bytes={row_bytes!r} must be positive multiples of 16")
+    if max_row_gap < 0 or max_row_gap % 16:
+        raise InvalidArgument(f"max_row_gap={max_row_gap!r} must be a multiple of 16, at least 0")
+    if max_tail < 0:
+        raise InvalidArgument(f"max_tail={max_tail!r} must be at least 0")
+    # A slot that stays is one slot a row, a move takes two.
+    needed = min_rows if allow_stays else 2 * min_rows
+    if needed > max_slots:
+        raise InvalidArgument(f"min_rows={min_rows!r} does not fit into max_slots={max_slots!r}")
+
+    num_slots = draw(_often(max(min_slots, needed), max_slots))
+    most = num_slots if allow_stays else num_slots // 2
+    rows = draw(_often(min_rows, most if max_rows is None else max(min_rows, min(max_rows, most))))
+    fine = min(rows, _FINE_ROWS)
+    stays = [draw(st.booleans()) for _ in range(fine)] if allow_stays else [False] * fine
+    if rows + stays.count(False) + (rows - fine) > num_slots:
+        # Too few slots for so many moves: the first rows move, the others stay.
+        moves = num_slots - rows
+        stays = [row >= moves for row in range(fine)]
+        bulk_stays = np.arange(fine, rows) >= moves
+    else:
+        bulk_stays = np.zeros(rows - fine, bool)
+    slots = _Slots(draw, num_slots)
+    src, dst = [], []
+    for stay in stays:
+        source = slots.take()
+        src.append(source)
+        dst.append(source if stay else slots.take())
+    more = slots.take_many(2 * (rows - fine) - int(bulk_stays.sum()))
+    src_more = more[: rows - fine]
+    dst_more = src_more.copy()
+    dst_more[~bulk_stays] = more[rows - fine :]
+    if allow_shared_sources and src and draw(st.booleans()):
+        giver = draw(st.integers(0, fine - 1))
+        for row in range(fine):
+            if not stays[row] and draw(st.booleans()):
+                src[row] = src[giver]
+    staying = [row for row in range(fine) if stays[row]]
+    if len(staying) > 1 and draw(st.booleans()):
+        # As a padded list does: the same row that moves nothing, again and again.
+        for row in staying[1:]:
+            src[row] = dst[row] = src[staying[0]]
+
+    size = draw(st.sampled_from(list(row_bytes)))
+    gap = 16 * draw(_often(0, max_row_gap // 16))
+    batch = RelocationBatch(
+        num_slots=num_slots,
+        src=np.concatenate([np.array(src, np.int64), src_more]),
+        dst=np.concatenate([np.array(dst, np.int64), dst_more]),
+        count=rows,
+        layers=draw(_often(min_layers, max_layers)),
+        row_bytes=size,
+        row_stride=size + gap,
+    )
+    tail = draw(_often(0, max_tail))
+    # A list of length 0 has no address; a captured step always has room for a row.
+    return batch.padded(max(1, rows + tail), seed=draw(st.integers(0, 3)))
+
+
+@st.composite
+def faulty_relocation_batches(
+    draw: st.DrawFn,
+    /,
+    *,
+    faults: Sequence[Fault] = FAULTS,
+    min_faults: int = 1,
+    max_faults: int = 2,
+    **bounds: Any,
+) -> RelocationBatch:
+    """Return a strategy for lists of moves that must be refused.
+
+    Faults are planted into a legal list. Which of several comes first, and what a planted slot
+    collides with by chance, is for an oracle to say; that the list is illegal is certain.
+
+    Parameters
+    ----------
+    faults : sequence of str
+        Kinds to choose from: ``count`` (negative or above the capacity), ``source`` and
+        ``destination`` (out of range), ``duplicate`` (two rows with one destination), ``overlap``
+        (a source that is another row's destination).
+    min_faults, max_faults : int
+        Number of faults planted.
+    **bounds
+        Bounds of `relocation_batches`. Room for two rows and three slots is taken.
+
+    Returns
+    -------
+    SearchStrategy of RelocationBatch
+    """
+    _pair("faults", min_faults, max_faults, 1)
+    unknown = sorted(set(faults) - set(FAULTS))
+    if unknown or not faults:
+        raise InvalidArgument(f"faults={faults!r} must be chosen from {FAULTS!r}")
+    bounds = {**bounds, "min_rows": max(2, bounds.get("min_rows", 0)), "allow_stays": False}
+    bounds["max_slots"] = max(4, bounds.get("max_slots", 64))
+    batch = draw(relocation_batches(**bounds))
+    src, dst, count = batch.src.copy(), batch.dst.copy(), batch.count
+    for _ in range(draw(st.integers(min_faults, max_faults))):
+        row = draw(_often(0, batch.count - 1))
+        other = (row + draw(_often(1, batch.count - 1))) % batch.count
+        fault = draw(st.sampled_from(list(faults)))
+        if fault == "count":
+            count = draw(
+                st.one_of(_often(1, 2**31).map(int.__neg__), _often(batch.capacity + 1, 2**31 - 1))
+            )
+        elif fault == "source":
+            src[row] = draw(_outside(batch.num_slots))
+        elif fault == "destination":
+            dst[row] = draw(_outside(batch.num_slots))
+        elif fault == "duplicate":
+            dst[row] = dst[other]
+        else:
+            src[row] = dst[other]
+    # Several faults can undo each other: two rows that became the same row that stays.
+    hypothesis.assume(judge(src, dst, count, batch.num_slots)[0] != LEGAL)
+    return replace(batch, src=src, dst=dst, count=count, kind="faulty")
+
+
+def drawn(strategy: st.SearchStrategy[T], number: int, *, seed: int = 0) -> list[T]:
+    """Return examples of a strategy, the same ones for the same seed: for checks and benchmarks.
+
+    Parameters
+    ----------
+    strategy : SearchStrategy
+        What to draw from.
+    number : int
+        How many examples; fewer come where the strategy has no more.
+    seed : int
+        Which ones.
+
+    Returns
+    -------
+    list
+    """
+    if number < 1:
+        return []
+    examples: list[T] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=number,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(strategy)
+    def collect(example: T) -> None:
+        examples.append(example)
+
+    collect()
+    return examples
+
+
+class _Slots:
+    """Draws slots without replacement; the first and the last one are often drawn first."""
+
+    def __init__(self, draw: st.DrawFn, num_slots: int) -> None:
+        self._draw = draw
+        self._left = list(range(num_slots))
+        self._first = list(draw(_ENDS))
+
+    def take(self) -> int:
+        if self._first:
+            return self._left.pop(self._first.pop(0) and len(self._left) - 1)
+        return self._left.pop(self._draw(_whole(len(self._left) - 1)))
+
+    def take_many(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not number:
+            return np.zeros(0, np.int64)
+        rng = np.random.default_rng(self._draw(st.integers(0, 2**32 - 1)))
+        return rng.permutation(np.array(self._left, np.int64))[:number]
+
+
+# Which ends of the pool the first slots are: 0 is the lowest that is left, 1 the highest.
+_ENDS: st.SearchStrategy[Sequence[int]] = st.sampled_from([(), (0, 1), (1, 0), (1, 1)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(high: int) -> st.SearchStrategy[int]:
+    return st.integers(0, high)
+
+
+@functools.lru_cache(maxsize=1024)
+def _often(low: int, high: int) -> st.SearchStrategy[int]:
+    """Return the bounds about as often as all the rest, and shrink towards the lower one."""
+    return st.one_of(st.sampled_from([low, high]), st.integers(low, high))
+
+
+def _outside(num_slots: int) -> st.SearchStrategy[int]:
+    """Return slots that a pool does not have, just beside it or far away."""
+    edges = [-1, num_slots, num_slots + 31, 2**31, -(2**31), 2**32, 2**63 - 1, -(2**63)]
+    return st.sampled_from([edge for edge in edges if not 0 <= edge < num_slots])
+
+
+def _pair(what: str, low: int, high: int, least: int) -> None:
+    if low < least:
+        raise InvalidArgument(f"min_{what}={low!r} must be at least {least}")
+    if high < low:
+        raise InvalidArgument(f"max_{what}={high!r} is below min_{what}={low!r}")

@@ -1,0 +1,205 @@
+// One kernel for each kind of fault that the host lane's checkers must catch, each with a clean twin:
+// BUG=1 is the fault, BUG=0 the same kernel done right. "[kind]" marks the line to be reported.
+// One block of 64 threads each, except where the kernel says otherwise.
+#include "ptx.cuh"
+#include "shared.cuh"
+#include "vector.cuh"
+
+#ifndef BUG
+#define BUG 0
+#endif
+
+// @kernel out_of_bounds_global
+// @param out write fp32 [64]
+extern "C" __global__ void out_of_bounds_global(float* out) {
+    out[threadIdx.x + BUG] = 1.0f;  // [out-of-bounds]
+}
+
+// @kernel out_of_bounds_shared
+// @param out write fp32 [64]
+extern "C" __global__ void out_of_bounds_shared(float* out) {
+    SHARED_ARRAY(float, first, [64]);
+    SHARED_ARRAY(float, second, [64]);
+    second[threadIdx.x] = 2.0f;
+    first[threadIdx.x + BUG] = 1.0f;  // [out-of-bounds]
+    __syncthreads();
+    out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
+}
+
+// @kernel out_of_bounds_dynamic
+// @param out write fp32 [64]
+// @shared 64 * 4 + 64 * 4
+extern "C" __global__ void out_of_bounds_dynamic(float* out) {
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, float, first, 64);
+    CARVE(cursor, float, second, 64);
+    second[threadIdx.x] = 2.0f;
+    first[threadIdx.x + BUG] = 1.0f;  // [out-of-bounds]
+    __syncthreads();
+    out[threadIdx.x] = first[threadIdx.x] + second[threadIdx.x];
+}
+
+// @kernel misaligned_vector
+// @param out write fp32 [260] align=16
+extern "C" __global__ void misaligned_vector(float* out) {
+    float4 value = make_float4(1.0f, 2.0f, 3.0f, 4.0f);
+    *reinterpret_cast<float4*>(out + 4 * threadIdx.x + BUG) = value;  // [misaligned]
+}
+
+// @kernel misaligned_wrapper
+// @param out write fp32 [260] align=16
+extern "C" __global__ void misaligned_wrapper(float* out) {
+    store128(out + 4 * threadIdx.x + 2 * BUG, make_uint4(1, 2, 3, 4));  // [misaligned]
+}
+
+// @kernel uninitialised_global
+// @param out write fp32 [64]
+extern "C" __global__ void uninitialised_global(float* out) {
+#if !BUG
+    out[threadIdx.x] = 0.0f;
+#endif
+    out[threadIdx.x] += 1.0f;  // [uninitialised-read]
+}
+
+// @kernel uninitialised_shared
+// @param out write fp32 [64]
+extern "C" __global__ void uninitialised_shared(float* out) {
+    SHARED_ARRAY(float, tile, [64]);
+    if (threadIdx.x < 64 - 4 * BUG) tile[threadIdx.x] = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];  // [uninitialised-read]
+}
+
+// @kernel unwaited_copy
+// @param out write fp32 [256] align=16
+// @param x   read  fp32 [256] align=16
+extern "C" __global__ void unwaited_copy(float* out, const float* x) {
+    SHARED_ARRAY(float, tile, [256]);
+    ptx::cp_async16(&tile[4 * threadIdx.x], &x[4 * threadIdx.x]);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<BUG>();
+    for (int i = 0; i < 4; ++i) {
+        out[4 * threadIdx.x + i] = tile[4 * threadIdx.x + i];  // [pending-cp-async]
+    }
+}
+
+// @kernel race_in_warp
+// @param out write fp32 [32]
+// 32 threads
+extern "C" __global__ void race_in_warp(float* out) {
+    SHARED_ARRAY(float, tile, [32]);
+    tile[threadIdx.x] = 1.0f;
+#if !BUG
+    __syncwarp();
+#endif
+    out[threadIdx.x] = tile[threadIdx.x ^ 1];  // [race]
+}
+
+// @kernel race_across_warps
+// @param out write fp32 [64]
+extern "C" __global__ void race_across_warps(float* out) {
+    SHARED_ARRAY(float, tile, [64]);
+    tile[threadIdx.x] = 1.0f;
+#if BUG
+    __syncwarp();
+#else
+    __syncthreads();
+#endif
+    out[threadIdx.x] = tile[63 - threadIdx.x];  // [race]
+}
+
+// @kernel race_across_blocks
+// @param out   write  fp32   [1]
+// @param parts update fp32   [4]
+// @param done  update uint32 [1]
+// 4 blocks; the last to finish adds up what the others left
+extern "C" __global__ void race_across_blocks(float* out, float* parts, unsigned* done) {
+    SHARED_ARRAY(unsigned, ticket, [1]);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = 1.0f;
+#if !BUG
+        __threadfence();
+#endif
+        ticket[0] = atomicAdd(done, 1u);
+    }
+    __syncthreads();
+    if (ticket[0] != gridDim.x - 1) return;
+    __threadfence();
+    float sum = 0.0f;
+    if (threadIdx.x == 0) {
+        for (unsigned i = 0; i < gridDim.x; ++i) sum += parts[i];  // [race]
+        out[0] = sum;
+    }
+}
+
+// @kernel same_word_from_all_blocks
+// @param out update uint32 [1]
+// 4 blocks
+extern "C" __global__ void same_word_from_all_blocks(unsigned* out) {
+    if (threadIdx.x) return;
+#if BUG
+    out[0] += 1;  // [race]
+#else
+    atomicAdd(out, 1u);
+#endif
+}
+
+// @kernel shuffle_as_fence
+// @param out write fp32 [32]
+// 32 threads
+extern "C" __global__ void shuffle_as_fence(float* out) {
+    SHARED_ARRAY(float, tile, [32]);
+    tile[threadIdx.x] = 1.0f;
+    float factor = __shfl_xor_sync(0xffffffffu, 2.0f, 1);
+#if !BUG
+    __syncwarp();
+#endif
+    out[threadIdx.x] = factor * tile[threadIdx.x ^ 1];  // [race]
+}
+
+// @kernel divergent_barrier
+// @param out write fp32 [64]
+extern "C" __global__ void divergent_barrier(float* out) {
+    SHARED_ARRAY(float, tile, [64]);
+    tile[threadIdx.x] = 1.0f;
+#if BUG
+    if (threadIdx.x < 40) {
+        __syncthreads();  // [divergent-barrier]
+    } else {
+        __syncthreads();
+    }
+#else
+    __syncthreads();
+#endif
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+
+// @kernel barrier_against_syncwarp
+// @param out write fp32 [64]
+extern "C" __global__ void barrier_against_syncwarp(float* out) {
+    out[threadIdx.x] = 1.0f;
+    if (threadIdx.x % 32 < 16 || !BUG) {
+        __syncthreads();  // [deadlock]
+    } else {
+        __syncwarp();
+    }
+}
+
+// @kernel lane_skips_collective
+// @param out write fp32 [64]
+extern "C" __global__ void lane_skips_collective(float* out) {
+    out[threadIdx.x] = 0.0f;
+    if (threadIdx.x % 32 != 5 || !BUG) {
+        out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);  // [lane-skips-collective]
+    }
+}
+
+// @kernel shuffle_from_outside_mask
+// @param out write fp32 [64]
+extern "C" __global__ void shuffle_from_outside_mask(float* out) {
+    out[threadIdx.x] = 0.0f;
+    if (threadIdx.x % 32 < 16) {
+        int source = BUG ? 20 : 12;
+        out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1.0f, source);  // [shuffle-from-outside-mask]
+    }
+}

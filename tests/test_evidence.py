@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuverify import evidence
+from cuverify.errors import DeviceError, EvidenceError
+
+HASH = "0" * 64
+RUN = {"date": "2026-01-02T03:04:05+00:00", "command": "pytest -m gpu -q", "seconds": 12.5}
+MEASUREMENT = {
+    "op": "relocate",
+    "shape": {"rows": 1024, "layers": 61},
+    "us": 68.0,
+    "us_spread": 1.5,
+    "floor_us": 34.0,
+    "bytes": 143_917_056,
+    "flops": None,
+    "peer": None,
+    "error": None,
+}
+
+
+def document() -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "gpu": "NVIDIA H200",
+        "sections": {
+            "tests": {
+                "digests": dict.fromkeys(("kernels", "lanes", "validators", "tests"), HASH),
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": {"passed": 40, "failed": 0, "skipped": 1},
+            },
+            "bench": {
+                "digests": {"kernels": HASH, "lanes": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": [MEASUREMENT, {**MEASUREMENT, "us": None, "error": "does not fit"}],
+            },
+        },
+    }
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Make a source tree with one file in each group."""
+    root = tmp_path / "tree"
+    for name, text in {
+        "pyproject.toml": '[project]\nname = "cuverify"\n',
+        "kernels_cu/a.cu": "kernel",
+        "kernels_cu/include/b.cuh": "header",
+        "kernels_cu/notes.txt": "not a kernel",
+        "cuverify/kernel.py": "lane",
+        "cuverify/cli.py": "face",
+        "cuverify/host/env.py": "lane, though a face has its name",
+        "validators/capture.py": "rule",
+        "tests/test_a.py": "test",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def put(root: Path, content: Any) -> Path:
+    path = root / "evidence" / "h200.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+# --- digests -------------------------------------------------------------------------------------
+
+
+def test_groups_hold_what_a_result_depends_on(tree: Path) -> None:
+    def names(group: str) -> list[str]:
+        return [path.relative_to(tree).as_posix() for path in evidence.group_files(tree, group)]
+
+    assert names("kernels") == ["kernels_cu/a.cu", "kernels_cu/include/b.cuh"]
+    assert names("lanes") == ["cuverify/host/env.py", "cuverify/kernel.py"]
+    assert names("validators") == ["validators/capture.py"]
+    assert names("tests") == ["tests/test_a.py"]
+
+
+def test_a_digest_sees_content_names_and_new_files_only(tree: Path) -> None:
+    before = evidence.digest(tree, "kernels")
+    (tree / "kernels_cu" / "notes.txt").write_text("changed")
+    cache = tree / "kernels_cu" / "__pycache__"
+    cache.mkdir()
+    (cache / "c.h").write_text("x")
+    assert evidence.digest(tree, "kernels") == before
+
+    seen = {before}
+    (tree / "kernels_cu" / "a.cu").write_text("kernel ")
+    seen.add(evidence.digest(tree, "kernels"))
+    (tree / "kernels_cu" / "a.cu").write_text("kernel")
+    assert evidence.digest(tree, "kernels") == before
+    (tree / "kernels_cu" / "a.cu").rename(tree / "kernels_cu" / "c.cu")
+    seen.add(evidence.digest(tree, "kernels"))
+    (tree / "kernels_cu" / "d.cu").write_text("")
+    seen.add(evidence.digest(tree, "kernels"))
+    assert len(seen) == 4
+
+
+def test_a_digest_does_not_depend_on_where_the_tree_is(tree: Path) -> None:
+    before = {group: evidence.digest(tree, group) for group in evidence.GROUPS}
+    moved = tree.rename(tree.with_name("elsewhere"))
+    assert {group: evidence.digest(moved, group) for group in evidence.GROUPS} == before
+
+
+def test_an_empty_group_is_an_incomplete_tree(tree: Path) -> None:
+    (tree / "validators" / "capture.py").unlink()
+    with pytest.raises(EvidenceError, match="validators"):
+        evidence.digest(tree, "validators")
+
+
+def test_the_root_is_found_from_below_and_refused_outside(tree: Path, tmp_path: Path) -> None:
+    assert evidence.source_root(tree / "kernels_cu" / "include") == tree.resolve()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "pyproject.toml").write_text('name = "something-else"\n')
+    with pytest.raises(EvidenceError, match="no source tree"):
+        evidence.source_root(other)
+
+
+# --- schema --------------------------------------------------------------------------------------
+
+
+def test_a_well_formed_document_has_no_problems() -> None:
+    assert evidence.validate(document()) == []
+
+
+def damaged(path: str, value: Any) -> dict[str, Any]:
+    result = copy.deepcopy(document())
+    *folders, last = path.split(".")
+    target: Any = result
+    for name in folders:
+        target = target[int(name) if isinstance(target, list) else name]
+    if value is KeyError:
+        del target[last]
+    else:
+        target[last] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("schema", 2),
+        ("schema", KeyError),
+        ("gpu", ""),
+        ("extra", 1),
+        ("sections", {}),
+        ("sections", []),
+        ("sections.profile", {}),
+        ("sections.tests", 3),
+        ("sections.tests.digests", KeyError),
+        ("sections.tests.digests.lanes", KeyError),
+        ("sections.tests.digests.lanes", "abc"),
+        ("sections.bench.digests.tests", HASH),
+        ("sections.tests.run", KeyError),
+        ("sections.tests.run.date", "yesterday"),
+        ("sections.tests.run.date", "2026-01-02T03:04:05"),
+        ("sections.tests.run.seconds", "12"),
+        ("sections.tests.run.seconds", float("nan")),
+        ("sections.tests.run.command", None),
+        ("sections.tests.versions", {}),
+        ("sections.tests.versions.python", 3.12),
+        ("sections.tests.data", KeyError),
+        ("sections.tests.data.passed", -1),
+        ("sections.tests.data.passed", 40.0),
+        ("sections.tests.data.passed", 0),
+        ("sections.tests.data.errors", 0),
+        ("sections.bench.data", []),
+        ("sections.bench.data", {}),
+        ("sections.bench.data.0.us", "fast"),
+        ("sections.bench.data.0.us", None),
+        ("sections.bench.data.0.shape", [1]),
+        ("sections.bench.data.0.peer", KeyError),
+        ("sections.bench.data.0.peer", 3),
+        ("sections.bench.data.0.error", []),
+        ("sections.bench.data.0.op", None),
+    ],
+)
+def test_every_kind_of_damage_is_a_problem(path: str, value: Any) -> None:
+    assert evidence.validate(damaged(path, value))
+
+
+def test_all_problems_are_listed_at_once(tree: Path) -> None:
+    broken = document()
+    broken["gpu"] = None
+    broken["sections"]["tests"]["data"]["failed"] = "none"
+    put(tree, broken)
+    with pytest.raises(EvidenceError) as caught:
+        evidence.load(tree / "evidence" / "h200.json")
+    assert "gpu is None" in str(caught.value)
+    assert "sections.tests.data.failed is 'none'" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}', "\x00"])
+def test_text_that_is_no_evidence_is_refused(tree: Path, text: str) -> None:
+    put(tree, text)
+    with pytest.raises(EvidenceError):
+        evidence.report(tree)
+
+
+def test_missing_evidence_is_refused_with_the_way_to_get_it(tree: Path) -> None:
+    with pytest.raises(EvidenceError, match="evidence record"):
+        evidence.report(tree)
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def fresh(tree: Path) -> dict[str, Any]:
+    result = document()
+    for part in result["sections"]:
+        result["sections"][part]["digests"] = evidence.digests(tree, part)
+    return result
+
+
+def test_fresh_evidence_is_ok_without_findings(tree: Path) -> None:
+    put(tree, fresh(tree))
+    report = evidence.report(tree)
+    assert report.ok
+    assert report.findings == []
+    text = report.to_text()
+    assert "40 passed, 0 failed, 1 skipped" in text
+    assert "rows=1024" in text
+    assert "50" in text  # the floor's share of the time, in percent
+
+
+def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
+    put(tree, fresh(tree))
+    (tree / "tests" / "test_a.py").write_text("changed")
+    assert {s.part: s.stale for s in evidence.statuses(tree)} == {"bench": (), "tests": ("tests",)}
+    (tree / "kernels_cu" / "a.cu").write_text("changed")
+    stale = {s.part: s.stale for s in evidence.statuses(tree)}
+    assert stale == {"bench": ("kernels",), "tests": ("kernels", "tests")}
+    report = evidence.report(tree)
+    assert report.ok, "stale evidence is said, not failed"
+    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 2
+
+
+def test_a_face_may_change_without_making_evidence_stale(tree: Path) -> None:
+    put(tree, fresh(tree))
+    (tree / "cuverify" / "cli.py").write_text("changed")
+    assert evidence.report(tree).findings == []
+
+
+def test_recorded_failures_are_errors(tree: Path) -> None:
+    content = fresh(tree)
+    content["sections"]["tests"]["data"]["failed"] = 2
+    put(tree, content)
+    assert [finding.rule for finding in evidence.report(tree).errors] == ["evidence-failed"]
+
+
+def test_an_absent_section_is_a_warning(tree: Path) -> None:
+    content = fresh(tree)
+    del content["sections"]["bench"]
+    put(tree, content)
+    report = evidence.report(tree)
+    assert report.ok
+    assert [finding.rule for finding in report.findings] == ["evidence-absent"]
+
+
+# --- recording -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "gpu_name", lambda: "NVIDIA H200")
+
+
+def recorder(
+    monkeypatch: pytest.MonkeyPatch, part: str, make: Callable[[Path], tuple[str, Any]]
+) -> None:
+    monkeypatch.setattr(evidence, "_RECORDERS", {**evidence._RECORDERS, part: make})
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "stem"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("Tesla T4", "t4"),
+        ("???", "gpu"),
+    ],
+)
+def test_a_file_is_named_after_its_gpu(gpu_name: str, stem: str) -> None:
+    assert evidence.slug(gpu_name) == stem
+
+
+def test_recording_needs_a_device(tree: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(DeviceError, match="no CUDA device"):
+        evidence.record("tests", root=tree)
+    assert not (tree / "evidence").exists()
+
+
+def test_an_unknown_part_is_refused(tree: Path) -> None:
+    with pytest.raises(EvidenceError, match="profile"):
+        evidence.record("profile", root=tree)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"passed": 1, "failed": 0, "skipped": 0}
+    recorder(monkeypatch, "tests", lambda root: ("pytest -m gpu -q", data))
+    recorder(monkeypatch, "bench", lambda root: ("cuverify bench", [MEASUREMENT]))
+    path = evidence.record("tests", root=tree)
+    assert path == tree / "evidence" / "h200.json"
+    tests = evidence.load(path)["sections"]["tests"]
+    evidence.record("bench", root=tree)
+    sections = evidence.load(path)["sections"]
+    assert sections["tests"] == tests
+    assert sections["bench"]["data"] == [MEASUREMENT]
+    assert "python" in sections["bench"]["versions"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["h200.json"]
+    assert evidence.report(tree).findings == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_files_that_change_during_a_run_void_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(root: Path) -> tuple[str, Any]:
+        (root / "kernels_cu" / "a.cu").write_text("changed")
+        return "pytest", {"passed": 1, "failed": 0, "skipped": 0}
+
+    recorder(monkeypatch, "tests", change)
+    with pytest.raises(EvidenceError, match="kernels changed"):
+        evidence.record("tests", root=tree)
+    assert not (tree / "evidence").exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_without_results_is_not_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder(
+        monkeypatch, "tests", lambda root: ("pytest", {"passed": 0, "failed": 0, "skipped": 9})
+    )
+    with pytest.raises(EvidenceError, match="no test ran"):
+        evidence.record("tests", root=tree)
+    assert not (tree / "evidence").exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_malformed_file_is_found_before_the_run(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tree, "{}")
+    recorder(monkeypatch, "tests", lambda root: pytest.fail("ran"))
+    with pytest.raises(EvidenceError, match="malformed"):
+        evidence.record("tests", root=tree)
+    assert (tree / "evidence" / "h200.json").read_text() == "{}"
+
+
+GPU_TESTS = """
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_good(): pass
+def test_good_too(): pass
+def test_bad(): assert False
+def test_skipped(): pytest.skip("why")
+
+@pytest.fixture
+def broken(): raise RuntimeError
+def test_error(broken): pass
+"""
+
+
+@pytest.mark.usefixtures("gpu")
+def test_gpu_tests_run_in_a_child_and_are_counted(tree: Path) -> None:
+    (tree / "pyproject.toml").write_text(
+        '[project]\nname = "cuverify"\n[tool.pytest.ini_options]\nmarkers = ["gpu: x"]\n'
+        'addopts = ["-p", "no:cacheprovider"]\n'
+    )
+    (tree / "tests" / "test_gpu.py").write_text(GPU_TESTS)
+    (tree / "tests" / "test_a.py").write_text("def test_host(): pass")
+    path = evidence.record("tests", root=tree)
+    section = evidence.load(path)["sections"]["tests"]
+    assert section["data"] == {"passed": 2, "failed": 2, "skipped": 1}
+    assert section["run"]["command"] == "pytest -m gpu -q"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_test_run_that_could_not_start_is_not_recorded(tree: Path) -> None:
+    (tree / "tests" / "test_a.py").write_text("import nothing_of_that_name")
+    with pytest.raises(EvidenceError, match="status 2"):
+        evidence.record("tests", root=tree)
+    assert not (tree / "evidence").exists()
+
+
+def test_what_is_no_junit_xml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "junit.xml"
+    with pytest.raises(EvidenceError, match="no JUnit XML"):
+        evidence.count_junit(path)
+    path.write_text("<html/>")
+    with pytest.raises(EvidenceError, match="no testsuite"):
+        evidence.count_junit(path)
+
+
+def test_the_file_written_is_as_readable_as_others(tmp_path: Path) -> None:
+    if sys.platform == "win32":
+        pytest.skip("permission bits are POSIX")
+    from cuverify.files import write_atomically
+
+    path = tmp_path / "x"
+    before = os.umask(0o022)
+    try:
+        write_atomically(path, "text")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+# --- this checkout -------------------------------------------------------------------------------
+
+
+def test_committed_evidence_is_well_formed() -> None:
+    root = evidence.source_root(Path(__file__).parent)
+    if not list((root / "evidence").glob("*.json")):
+        pytest.skip("no evidence was recorded yet")
+    for path in evidence.evidence_files(root):
+        assert path.stem == evidence.slug(evidence.load(path)["gpu"])
