@@ -13,51 +13,72 @@ if TYPE_CHECKING:
     from cuverify.device import prebuilt as prebuilt
     from cuverify.host.options import checked as checked
     from cuverify.host.options import host_options as host_options
+    from cuverify.host.options import sanitized as sanitized
     from cuverify.kernel import Kernel as Kernel
     from cuverify.kernel import load_kernel as load_kernel
+    from cuverify.kv_layout import KvLayout as KvLayout
     from cuverify.launches import record_launches as record_launches
+    from cuverify.tree import DraftTree as DraftTree
 
 __version__ = "0.1.0.dev0"
 
 # name -> module that defines it
 _EXPORTS = {
+    "DraftTree": "cuverify.tree",
     "Kernel": "cuverify.kernel",
+    "KvLayout": "cuverify.kv_layout",
     "checked": "cuverify.host.options",
     "host_options": "cuverify.host.options",
     "load_kernel": "cuverify.kernel",
     "prebuilt": "cuverify.device",
     "record_launches": "cuverify.launches",
+    "sanitized": "cuverify.host.options",
 }
 _SUBMODULES = frozenset(
     {
         "bench",
         "benches",
+        "buffers",
         "cases",
+        "ceilings",
         "check",
         "cli",
         "compile",
+        "conformance",
         "contract",
+        "datasets",
         "device",
         "diagnostics",
+        "drawing",
         "env",
         "errors",
         "evidence",
         "host",
         "kernel",
         "kernels_cu",
+        "kv_layout",
         "launches",
+        "notebook",
         "ops",
         "reference",
         "report",
         "sources",
+        "static_buffers",
         "strategies",
+        "tolerances",
+        "torch_oracle",
+        "tree",
         "validators",
+        "verify_batch",
+        "verify_workload",
         "workload",
     }
 )
 
 __all__ = [
+    "DraftTree",
     "Kernel",
+    "KvLayout",
     "__version__",
     "checked",
     "errors",
@@ -65,6 +86,7 @@ __all__ = [
     "load_kernel",
     "prebuilt",
     "record_launches",
+    "sanitized",
 ]
 
 

@@ -94,13 +94,13 @@ def as_tensor(name: str, value: object) -> Tensor | None:
         If it is one that no kernel can read: sparse, quantised, on another kind of device, with a
         dtype or byte strides that no C++ pointer describes.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return _torch_tensor(name, value, torch)
     if isinstance(value, np.ndarray):
         return _array(
             name, value, value.__array_interface__["data"][0], "cpu", value.flags.writeable
         )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _torch_tensor(name, value, torch)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(value, cupy.ndarray):
         return _array(name, value, value.data.ptr, f"cuda:{value.device.id}", True)

@@ -2,8 +2,9 @@
 
 Three stages a case. *Compile*: every kernel for every architecture, no GPU needed. *Host lane*:
 every batch under the checkers with three schedules and once in the plain build, compared with the
-oracle. *Device*: every batch eagerly and in a replayed graph, in a child process, where there is a
-GPU. What could not be inspected is a line of coverage, never silence.
+oracle; a few once more under the compiler's sanitizers. *Device*: every batch eagerly and in a
+replayed graph, in a child process, where there is a GPU. What could not be inspected is a line of
+coverage, never silence.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cuverify.report import Coverage, Finding, Report, Table
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 Device = Literal["auto", "cpu", "cuda"]
 
+SECOND_OPINIONS = 2  # batches of a case: each launch is a program of its own
 SILENCE_S = 120.0  # a first run compiles; after that a batch takes milliseconds
 
 _RESOURCE_COLUMNS = (
@@ -48,6 +50,7 @@ def run_checks(
     device: Device = "auto",
     progress: Progress | None = None,
     silence_s: float = SILENCE_S,
+    second_opinions: int = SECOND_OPINIONS,
 ) -> Report:
     """Check cases as far as this machine can.
 
@@ -68,6 +71,8 @@ def run_checks(
         Told what is being done, how many of it are done, and of how many.
     silence_s : float
         Seconds after which a GPU run that says nothing counts as hanging.
+    second_opinions : int
+        Batches of a case that also run under ASan and UBSan, where the compiler has them.
 
     Returns
     -------
@@ -107,7 +112,7 @@ def run_checks(
     no_gpu = _why_no_gpu(device)
     if no_gpu is not None and device == "cuda":
         raise DeviceError(f"device='cuda': {no_gpu}; device='auto' checks without one")
-    run = _Run(wanted, seed, examples, silence_s, progress or _say_nothing)
+    run = _Run(wanted, seed, examples, silence_s, progress or _say_nothing, second_opinions)
     for subject in subjects:
         run.compile(subject)
         run.on_host(subject)
@@ -170,9 +175,12 @@ class _Run:
     examples: int | None
     silence_s: float
     progress: Progress
+    second_opinions: int
     findings: MergedFindings = field(default_factory=MergedFindings)
     gaps: dict[tuple[str, str], int] = field(default_factory=dict)  # (subject, reason) -> times
     compiled: dict[str, int] = field(default_factory=dict)  # kernels by architecture
+    opinions: int = 0  # batches that ran under the sanitizers
+    no_opinions: set[str] = field(default_factory=set)  # why others did not
     device: Mapping[str, str] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)  # of the captures
 
@@ -242,7 +250,11 @@ class _Run:
             progress=lambda label, done, total: self.progress(
                 f"{subject.name}: host lane {label}", done, total
             ),
+            second_opinions=self.second_opinions,
         )
+        self.opinions += result.second_opinions
+        if result.no_second_opinion is not None:
+            self.no_opinions.add(f"{subject.name}: {result.no_second_opinion}")
         subject.host_batches, subject.host_runs = result.batches, result.runs
         subject.dynamic_shared = result.dynamic_shared
         for number, finding in enumerate(result.findings):  # merged already
@@ -314,6 +326,7 @@ class _Run:
         report.findings.extend(self.findings)
         report.coverage.extend(self._compile_coverage())
         report.coverage.append(_host_coverage(subjects))
+        report.coverage.extend(self._opinion_coverage())
         report.coverage.append(self._capture_coverage(no_gpu))
         for (subject, reason), times in self.gaps.items():
             detail = reason if times == 1 else f"{reason} ({times} times)"
@@ -330,6 +343,19 @@ class _Run:
             kernels = _count(self.compiled[arch], "kernel")
             ran = "run" if arch == self.device.get("arch") else "not run"
             yield Coverage(arch, "inspected", f"{kernels} compiled and resource-checked, {ran}")
+
+    def _opinion_coverage(self) -> Iterator[Coverage]:
+        name = "second opinion"
+        if self.opinions:
+            batches = _count(self.opinions, "batch", "batches")
+            yield Coverage(name, "inspected", f"{batches} under ASan and UBSan of {_compiler()}")
+        reasons = "; ".join(sorted(self.no_opinions))
+        if not self.second_opinions:
+            reasons = "not asked for"
+        elif not self.opinions and not reasons:
+            reasons = "no batch ran cleanly under our own checkers"
+        if reasons:
+            yield Coverage(name, "not inspected", reasons)
 
     def _capture_coverage(self, no_gpu: str | None) -> Coverage:
         if no_gpu is not None:

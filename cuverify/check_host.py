@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from cuverify.errors import CheckerError, CompileError, CuverifyError, Toolchain
 from cuverify.host.options import SCHEDULES
 from cuverify.report import Finding
 from cuverify.validators.capture import place_of
-from cuverify.validators.compare import Mismatch, compare_all, host_array
+from cuverify.validators.compare import Bounded, Mismatch, compare_all, host_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +38,12 @@ _CHECKER_FIXES = {
     "lane-skips-collective": "Let every lane that the mask names reach the call.",
     "lane-outside-mask": "Give the mask of the lanes that do call.",
     "shuffle-from-outside-mask": "Read from lanes of the mask only.",
+    "address-sanitizer": "Guard the access; a thread's own arrays count, too.",
+    "undefined-behaviour": "Write it so that C++ defines it: a compiler may assume that it never "
+    "happens.",
 }
+OPINION_BUDGET_S = 20.0  # of second opinions in a case: the last may begin before it is spent
+OPINION_LIMIT_S = 30.0  # of one launch in them
 _FIX_MISMATCH = (
     "Compare kernel and oracle at the first differing element; the checkers found no bad access "
     "and no race in this run."
@@ -61,12 +67,18 @@ class HostResult:
         Launch sequences that were judged, over all batches and schedules.
     dynamic_shared : mapping of str to int
         By kernel, the most dynamic shared memory of a launch, in bytes.
+    second_opinions : int
+        Batches that also ran to their end as programs under ASan and UBSan.
+    no_second_opinion : str or None
+        Why there are fewer than asked for.
     """
 
     findings: MergedFindings = field(default_factory=MergedFindings)
     batches: int = 0
     runs: int = 0
     dynamic_shared: dict[str, int] = field(default_factory=dict)
+    second_opinions: int = 0
+    no_second_opinion: str | None = None
 
 
 def check_on_host(
@@ -75,8 +87,12 @@ def check_on_host(
     seed: int,
     examples: int | None,
     progress: Callable[[str, int, int], None],
+    second_opinions: int = 0,
 ) -> HostResult:
     """Run a case's batches on the host lane: checked with each schedule, then in the plain build.
+
+    Some of the batches in which nothing was found run once more as programs of their own, under the
+    compiler's sanitizers.
 
     Parameters
     ----------
@@ -86,6 +102,8 @@ def check_on_host(
     examples : int or None
     progress : callable
         Told the batch, how many are done, and of how many.
+    second_opinions : int
+        How many, from the first batch to the last.
 
     Returns
     -------
@@ -96,12 +114,13 @@ def check_on_host(
     ToolchainError
         There is no C++ compiler.
     """
-    stage = _HostStage(case, seed)
+    stage = _HostStage(case, seed, second_opinions)
     try:
         batches = registry.draw(case.batches, seed=seed, examples=examples)
     except Exception as error:
         stage.add_case_fault("batches()", error)
         return stage.result
+    stage.share_out(len(batches))
     for number, (label, batch) in enumerate(batches):
         progress(label, number, len(batches))
         stage.check_batch(number, label, batch)
@@ -125,9 +144,12 @@ def check_on_host(
 class _HostStage:
     """The runs of one case."""
 
-    def __init__(self, case: CheckCase, seed: int) -> None:
+    def __init__(self, case: CheckCase, seed: int, second_opinions: int) -> None:
         self.case = case
         self.seed = seed
+        self.opinions = second_opinions
+        self.opinions_due: set[int] = set()  # numbers of batches
+        self.opinion_s = 0.0  # what they have cost
         self.result = HostResult()
         self.unbuildable = False  # no batch changes that
         self.something_to_do = False  # in some batch, a step that does nothing would be wrong
@@ -147,10 +169,35 @@ class _HostStage:
         if all(verdicts):
             # last, and only after clean runs: the plain build does not stop at an access outside
             # its buffers, which could take this process down
-            run.judge("plain")
+            clean = run.judge("plain")
+            if clean and number in self.opinions_due:
+                self.second_opinion(run)
         self.result.batches += 1
 
-    def compare(self, step: BoundStep, expected: Mapping[str, NDArray[Any]]) -> list[Mismatch]:
+    def share_out(self, batches: int) -> None:
+        """Choose the batches that get a second opinion, evenly."""
+        last = max(1, min(self.opinions, batches) - 1)
+        self.opinions_due = {
+            (batches - 1) * at // last for at in range(min(self.opinions, batches))
+        }
+
+    def second_opinion(self, run: _Run) -> None:
+        """Run a clean batch under the sanitizers, if they work here and there is time."""
+        from cuverify.host.standalone import why_not
+
+        result = self.result
+        if self.opinion_s > OPINION_BUDGET_S:
+            result.no_second_opinion = f"{OPINION_BUDGET_S:g} s a case were spent"
+        elif reason := why_not():
+            result.no_second_opinion = reason
+        else:
+            started = time.monotonic()
+            run.judge("sanitized")
+            self.opinion_s += time.monotonic() - started
+
+    def compare(
+        self, step: BoundStep, expected: Mapping[str, NDArray[Any] | Bounded]
+    ) -> list[Mismatch]:
         outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
         return compare_all(outputs, expected, getattr(self.case, "tolerances", None))
 
@@ -167,7 +214,7 @@ class _Run:
     step: BoundStep
     label: str
     batch: Any
-    expected: Mapping[str, NDArray[Any]]
+    expected: Mapping[str, NDArray[Any] | Bounded]
     seed: int
 
     @property
@@ -175,7 +222,10 @@ class _Run:
         return self.stage.result.findings
 
     def judge(self, schedule: str) -> bool:
-        """Run once, ``"plain"`` or under the checkers; return whether nothing was wrong."""
+        """Run once and return whether nothing was wrong.
+
+        Under the checkers with a schedule, in the ``"plain"`` build, or ``"sanitized"``.
+        """
         from cuverify.launches import record_launches
 
         told = self._told(schedule)
@@ -192,7 +242,7 @@ class _Run:
             with record_launches() as records, _lane(schedule, self.seed):
                 self.step()
         except CheckerError as error:
-            self.stage.result.runs += 1
+            self._count(schedule)
             self._add_reports(error, told)
             return False
         except CompileError as error:
@@ -204,7 +254,7 @@ class _Run:
         except Exception as error:
             self._add_step_error(error, told)
             return False
-        self.stage.result.runs += 1
+        self._count(schedule)
         shared = self.stage.result.dynamic_shared
         for record in records:
             shared[record.kernel] = max(shared.get(record.kernel, 0), record.shared)
@@ -212,6 +262,12 @@ class _Run:
         for mismatch in mismatches:
             self._add_mismatch(mismatch, schedule, told)
         return not mismatches
+
+    def _count(self, schedule: str) -> None:
+        if schedule == "sanitized":
+            self.stage.result.second_opinions += 1
+        else:
+            self.stage.result.runs += 1
 
     def _told(self, schedule: str) -> dict[str, Any]:
         told: dict[str, Any] = {"case": self.stage.case.name, "inputs": self.label}
@@ -222,6 +278,13 @@ class _Run:
 
     def _add_reports(self, error: CheckerError, told: Mapping[str, Any]) -> None:
         for report in error.reports:
+            if report.kind in (
+                "time-limit",
+                "crash",
+            ):  # says more of the machine than of the kernel
+                self.stage.result.no_second_opinion = f"{self.label}: {report.message}"
+                self.stage.result.second_opinions -= 1
+                continue
             # which of two racing lines is met first is the schedule's doing
             sides = sorted((side.file, side.line) for side in (report.actor, report.other) if side)
             finding = Finding(
@@ -274,7 +337,11 @@ class _Run:
 
 
 def _lane(schedule: str, seed: int) -> AbstractContextManager[Any]:
-    return nullcontext() if schedule == "plain" else cuverify.checked(schedule=schedule, seed=seed)
+    if schedule == "plain":
+        return nullcontext()
+    if schedule == "sanitized":
+        return cuverify.sanitized(time_limit_s=OPINION_LIMIT_S)
+    return cuverify.checked(schedule=schedule, seed=seed)
 
 
 def _report_evidence(report: HostReport) -> dict[str, Any]:

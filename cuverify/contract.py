@@ -119,6 +119,11 @@ class Contract:
     block: Expression | None = None
     shared: Expression | None = None
 
+    @functools.cached_property
+    def wording(self) -> str:
+        """All of it as text: equal for contracts that say the same."""
+        return repr(self)
+
     def signature(self) -> str:
         """Return the parameters as a call would name them."""
         return f"{self.kernel}({', '.join(p.name for p in self.parameters)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ _ALL = (
 )
 BY_NAME = {dtype.name: dtype for dtype in _ALL}
 BY_NAME["uint8"] = DType("uint8", 1, "ub", ("uint8", "int8", "bool"), "unsigned char")
+_STORED = {stored for dtype in BY_NAME.values() for stored in dtype.stored}
 _BY_CTYPE = {dtype.ctype: dtype for dtype in BY_NAME.values()} | {
     "unsigned": BY_NAME["uint32"],
     "int64_t": BY_NAME["int64"],
@@ -84,10 +86,14 @@ def tensor_dtype(argument: str, dtype: Any) -> str:
     ArgumentError
         If the type has no plain name (structured, object, complex ...), naming `argument`.
     """
-    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
-    known = {stored for item in BY_NAME.values() for stored in item.stored}
-    if name not in known:
+    name = _plain_name(dtype)
+    if name not in _STORED:
         raise ArgumentError(
-            argument, dtype, f"no kernel argument has this dtype; known: {sorted(known)}"
+            argument, dtype, f"no kernel argument has this dtype; known: {sorted(_STORED)}"
         )
-    return str(name)
+    return name
+
+
+@functools.lru_cache(maxsize=256)  # numpy makes the name of a dtype anew each time
+def _plain_name(dtype: Any) -> str:
+    return str(getattr(dtype, "name", None) or str(dtype).removeprefix("torch."))

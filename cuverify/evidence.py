@@ -31,7 +31,15 @@ SCHEMA = 1
 FOLDER = "evidence"
 
 # The faces and the bookkeeping around a result cannot change the result.
-_FACES = ("__init__.py", "cli.py", "env.py", "evidence.py", "files.py", "report.py")
+_FACES = (
+    "__init__.py",
+    "cli.py",
+    "env.py",
+    "evidence.py",
+    "files.py",
+    "notebook.py",
+    "report.py",
+)
 
 
 @dataclass(frozen=True)

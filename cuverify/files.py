@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` in UTF-8: the old content stays until the new one is complete.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write `content` to `path`, text in UTF-8: the old stays until the new one is complete.
 
     An interrupt or a full disk leaves the old file, or none, and no temporary file behind.
 
@@ -16,7 +16,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     ----------
     path : str or path-like
         The file. Its folder must exist.
-    text : str
+    content : str or bytes
         The whole new content.
 
     Raises
@@ -28,8 +28,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes files private; a report is as readable as any other file of the user

@@ -14,11 +14,12 @@ import numbers
 import os
 import posixpath
 import re
+import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Union
+from typing import NamedTuple, Union
 
 from cuverify.directives import Directives, Include, read_directives
 from cuverify.errors import SourceError
@@ -189,6 +190,40 @@ class _Header:
     path: Path
     content: bytes
     directives: Directives
+
+
+class _Signs(NamedTuple):
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+@dataclass
+class _Closure:
+    """The headers of a text, and all places that were looked at to find them.
+
+    To read and follow them costs more than a small launch, and launches that are not bound ask. To
+    look at the same places again tells whether anything has changed.
+    """
+
+    headers: tuple[_Header, ...]
+    looked: dict[Path, _Signs | None]  # None: there was no file
+    read_ns: int  # when that began
+    digest: str | None = None
+
+    def still_holds(self) -> bool:
+        for path, signs in self.looked.items():
+            if signs is not None and not signs.modified_ns <= self.settled_ns >= signs.changed_ns:
+                return False
+            if _signs(path) != signs:
+                return False
+        return True
+
+    @property
+    def settled_ns(self) -> int:
+        return self.read_ns - _SETTLED_NS
 
 
 @dataclass(frozen=True)
@@ -390,12 +425,18 @@ class KernelSource:
         SourceError
             See `headers`.
         """
+        closure = self._closure()
+        if closure.digest is None:
+            closure.digest = self._digest(closure.headers)
+        return closure.digest
+
+    def _digest(self, headers: Sequence[_Header]) -> str:
         total = hashlib.sha256()
         fields = [b"cuverify source 1", self.name.encode(), str(self.first_line).encode()]
         fields += [self.text.encode()]
         fields += [f"{name} {text}".encode() for name, text in self._rendered()]
         fields += [b"headers"]
-        for header in sorted(self._headers(), key=lambda header: (header.name, header.content)):
+        for header in sorted(headers, key=lambda header: (header.name, header.content)):
             fields += [header.name.encode("utf-8", "surrogateescape"), header.content]
         for each in fields:
             total.update(len(each).to_bytes(8, "little"))
@@ -472,7 +513,23 @@ class KernelSource:
         return [(None, read_directives(self.text)), *((each, each.directives) for each in headers)]
 
     def _headers(self) -> tuple[_Header, ...]:
+        return self._closure().headers
+
+    def _closure(self) -> _Closure:
+        """Return the closure of the includes as it is now."""
+        known: _Closure | None = self.__dict__.get("_known")
+        if known is None or not known.still_holds():
+            known = self._follow()
+            object.__setattr__(self, "_known", known)
+        return known
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_known"}
+
+    def _follow(self) -> _Closure:
         """Read the closure of the includes and check the values against it."""
+        began = time.time_ns()
+        looked: dict[Path, _Signs | None] = {}
         # By real folder and name, so that a cycle or a second way in adds nothing; not by real
         # file, since a link's own includes are looked for beside the link.
         found: dict[tuple[int, int, str], _Header] = {}
@@ -481,7 +538,7 @@ class KernelSource:
         ]
         while waiting:
             includer, include = waiting.pop(0)
-            header = self._resolve(includer, include)
+            header = self._resolve(includer, include, looked)
             if header is None:
                 continue
             folder = header.path.parent.stat()
@@ -492,14 +549,16 @@ class KernelSource:
             waiting.extend((header, inner) for inner in header.directives.includes)
         headers = tuple(found.values())
         self._check_values(headers)
-        return headers
+        return _Closure(headers, looked, began)
 
     def _where(self, includer: _Header | None, line: int) -> str:
         if includer is None:
             return f"{self.name}:{line + self.first_line - 1}"
         return f"{includer.path}:{line}"
 
-    def _resolve(self, includer: _Header | None, include: Include) -> _Header | None:
+    def _resolve(
+        self, includer: _Header | None, include: Include, looked: dict[Path, _Signs | None]
+    ) -> _Header | None:
         where = self._where(includer, include.line)
         if include.form == "unreadable":
             raise SourceError(
@@ -507,12 +566,13 @@ class KernelSource:
                 'would go unnoticed; spell it as #include "header.cuh"'
             )
         # (path, machine-independent name), in the compilers' order of search
-        places = [(_in(folder, include.name), include.name) for folder in self.include_dirs]
+        places = [(folder / include.name, include.name) for folder in self.include_dirs]
         if include.form == "quoted" and includer is not None:
             beside = posixpath.join(posixpath.dirname(includer.name), include.name)
-            places.insert(0, (_in(includer.path.parent, include.name), beside))
+            places.insert(0, (includer.path.parent / include.name, beside))
         for path, name in places:
-            if path.is_file():
+            looked[path] = _signs(path)
+            if looked[path] is not None:
                 if Path(include.name).is_absolute():
                     name = path.name
                 content = _read_bytes(path, where)
@@ -565,10 +625,22 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-@lru_cache(maxsize=4096)
-def _in(folder: Path, name: str) -> Path:
-    """Return a path; to put one together costs more than to look at the file, and launches do."""
-    return folder / name
+_SETTLED_NS = 2_000_000_000  # a file that changed later than this ago may change again unnoticed
+
+
+def _signs(path: Path) -> _Signs | None:
+    """Return by what a change of a file shows; None if there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        if not path.is_file():  # which knows the errors that mean just that
+            return None
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return _Signs(
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
 
 
 def _package_folder() -> Path:

@@ -1,8 +1,16 @@
-"""Skips the tests marked `gpu` on a machine without a CUDA device. Nothing else belongs here."""
+"""Skips the tests marked `gpu` without a CUDA device, and names hypothesis's profiles. No more."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# `ci` draws the same examples each time: it is there for regressions. `nightly`, chosen by
+# `--hypothesis-profile=nightly`, is there for finds: others at each run, and 20 times as many in
+# every test whose number is given by `cuverify.strategies.examples`.
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("nightly", max_examples=2000, deadline=None)
+settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

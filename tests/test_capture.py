@@ -1063,6 +1063,17 @@ def test_a_clean_step_passes_with_launches_equal_to_nodes(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["CLEAN", "FORKED"])
+def test_a_clean_step_passes_where_only_streams_are_compared(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "walk", lambda raw_graph: NOT_WALKED)
+    result = validated(name)
+    assert result.findings == []
+    assert result.seen.launches[0].stream in result.seen.capturing_streams
+
+
+@pytest.mark.gpu
 def test_the_graph_is_walked_where_cuda_bindings_is_installed() -> None:
     pytest.importorskip("cuda.bindings.driver")
     assert validated("CLEAN").seen.graph.not_inspected is None

@@ -25,7 +25,7 @@ def reference(name: str) -> str:
 
 
 def checked(*names: str, **options: Any) -> Report:
-    options = {"architectures": ARCHS, "device": "cpu", **options}
+    options = {"architectures": ARCHS, "device": "cpu", "second_opinions": 0, **options}
     return run_checks([reference(name) for name in names], **options)
 
 
@@ -138,7 +138,7 @@ def test_a_case_that_judges_nothing_is_no_pass() -> None:
             step.poison = step.__call__
             return step
 
-    report = run_checks([Vacuous("vacuous")], architectures=[], device="cpu")
+    report = run_checks([Vacuous("vacuous")], architectures=[], device="cpu", second_opinions=0)
     assert rules(report) == ["case"]
     assert "nothing was judged" in report.findings[0].message
 
@@ -160,7 +160,9 @@ def test_the_seed_and_the_number_of_examples_reach_the_case() -> None:
 
 
 def test_the_relocate_case_passes() -> None:
-    report = run_checks(["relocate"], architectures=["sm_90"], examples=2, device="cpu")
+    report = run_checks(
+        ["relocate"], architectures=["sm_90"], examples=2, device="cpu", second_opinions=0
+    )
     assert report.findings == []
     assert report.tables[1].rows[0][:2] == ["relocate", 2]
 
@@ -405,7 +407,7 @@ def test_the_gpu_stage_is_part_of_the_report(with_gpu: DeviceResult) -> None:
 
 
 def test_a_case_object_that_a_child_cannot_find_is_a_gap(with_gpu: DeviceResult) -> None:
-    report = run_checks([cases.load(reference("CLEAN"))], architectures=[])
+    report = run_checks([cases.load(reference("CLEAN"))], architectures=[], second_opinions=0)
     assert line(report, "clean: GPU batches").startswith("not inspected, the case is an object")
     assert line(report, "capture") == "not inspected, no capture came to its end"
 
@@ -438,7 +440,7 @@ def assert_the_gpu_answers() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_clean_case_is_captured_and_replayed() -> None:
-    report = run_checks([reference("CLEAN")], architectures=ARCHS, device="cuda")
+    report = run_checks([reference("CLEAN")], architectures=ARCHS, device="cuda", second_opinions=0)
     assert report.findings == []
     assert report.tables[1].rows == [["clean", 1, 2, 8, 3, 12]]
     assert "3 captures, 3 launches recorded" in line(report, "capture")

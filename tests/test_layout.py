@@ -14,8 +14,19 @@ import cuverify
 ROOT = Path(__file__).resolve().parent.parent
 STEMS = sorted(path.stem for path in (ROOT / "kernels_cu").glob("*.cu"))
 
-UPPER = ("ops", "reference", "workload", "strategies", "cases", "benches", "bench", "check")
-FACES = ("cli",)
+UPPER = (
+    "ops",
+    "reference",
+    "workload",
+    "strategies",
+    "cases",
+    "benches",
+    "bench",
+    "check",
+    "conformance",
+    "conformance_inputs",
+)
+FACES = ("cli", "notebook")
 # module or package -> what it must not know; a package means everything in it
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "errors": ("sources", "compile", "contract", "kernel", "device", "host", "report"),

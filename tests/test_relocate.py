@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from cuverify.validators.compare import compare_all, host_array
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cuverify
@@ -32,6 +32,7 @@ from cuverify.sources import KernelSource
 from cuverify.strategies import (
     ROW_BYTES,
     drawn,
+    examples,
     faulty_relocation_batches,
     relocation_batches,
 )
@@ -175,7 +176,7 @@ def test_verdicts_written_out(batch: RelocationBatch, status: list[int]) -> None
     assert (found.tolist(), found.dtype) == (status, np.int32)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(relocation_batches() | faulty_relocation_batches(max_faults=4))
 def test_oracle_judges_as_by_hand(batch: RelocationBatch) -> None:
     found = oracle.judge(batch.src, batch.dst, batch.count, batch.num_slots)
@@ -212,14 +213,14 @@ def test_written_lists(batch: RelocationBatch, xp: Target) -> None:
     assert_right(batch, xp)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batch=relocation_batches(max_slots=200), num_ctas=st.integers(1, 5))
 @example(batch=moves((0, 0), (0, 0), (3, 4), (0, 0)), num_ctas=1)  # a zero tail that is counted
 def test_drawn_lists_on_the_host_lane(batch: RelocationBatch, num_ctas: int) -> None:
     assert_right(batch, num_ctas=num_ctas)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batch=faulty_relocation_batches(max_slots=200, max_faults=4))
 def test_illegal_lists_on_the_host_lane(batch: RelocationBatch) -> None:
     step = assert_right(batch)
@@ -229,7 +230,7 @@ def test_illegal_lists_on_the_host_lane(batch: RelocationBatch) -> None:
         step.plan.read_status()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     batch=relocation_batches() | faulty_relocation_batches(max_faults=3),
     schedule=st.sampled_from(SCHEDULES),

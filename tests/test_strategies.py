@@ -15,6 +15,7 @@ from cuverify.strategies import (
     FAULTS,
     ROW_BYTES,
     drawn,
+    examples,
     faulty_relocation_batches,
     relocation_batches,
 )
@@ -50,7 +51,7 @@ def bounds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), within=bounds())
 def test_lists_keep_their_bounds_and_are_legal(data: st.DataObject, within: dict[str, Any]) -> None:
     batch = data.draw(relocation_batches(**within))
@@ -69,7 +70,7 @@ def test_lists_keep_their_bounds_and_are_legal(data: st.DataObject, within: dict
         assert len(np.unique(sources)) == len(sources)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(faulty_relocation_batches(max_faults=5))
 def test_faulty_lists_are_illegal(batch: RelocationBatch) -> None:
     assert verdict(batch) != LEGAL
@@ -106,7 +107,9 @@ def test_every_fault_is_drawn() -> None:
 def test_examples_shrink_to_the_simplest_list() -> None:
     def simplest(condition: Any, strategy: Any = None) -> str:
         strategy = relocation_batches() if strategy is None else strategy
-        return repr(find(strategy, condition)).partition(", num_slots")[0]
+        # shrinking ends in a local minimum, which depends on where it begins
+        steady = settings(derandomize=True, database=None, max_examples=2000)
+        return repr(find(strategy, condition, settings=steady)).partition(", num_slots")[0]
 
     assert simplest(lambda b: True) == "RelocationBatch(drawn: 0 of 1 rows []"
     assert simplest(lambda b: moving(b).any()) == "RelocationBatch(drawn: 1 of 1 rows [0->1]"

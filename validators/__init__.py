@@ -19,16 +19,18 @@ if __name__ != "cuverify.validators":
 if TYPE_CHECKING:
     from cuverify.validators.capture import CaptureResult as CaptureResult
     from cuverify.validators.capture import capture_and_replay as capture_and_replay
+    from cuverify.validators.compare import Bounded as Bounded
     from cuverify.validators.compare import Tolerance as Tolerance
 
 # name -> module that defines it; loaded on first use
 _EXPORTS = {
     "CaptureResult": "cuverify.validators.capture",
+    "Bounded": "cuverify.validators.compare",
     "Tolerance": "cuverify.validators.compare",
     "capture_and_replay": "cuverify.validators.capture",
 }
 
-__all__ = ["CaptureResult", "Tolerance", "capture_and_replay"]
+__all__ = ["Bounded", "CaptureResult", "Tolerance", "capture_and_replay"]
 
 
 def __getattr__(name: str) -> Any:

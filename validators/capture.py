@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from cuverify.validators.compare import (
+    Bounded,
     HostArray,
     Mismatch,
     Tolerance,
     compare,
     differing,
     host_array,
+    host_reference,
     tolerance_of,
 )
 from cuverify.validators.graph_walk import walk
@@ -73,7 +75,7 @@ class ReplayableStep(Protocol):
     def poison(self) -> None:
         """Fill the outputs that the step writes completely with a pattern that no answer holds."""
 
-    def expected(self) -> Mapping[str, NDArray[Any]]:
+    def expected(self) -> Mapping[str, NDArray[Any] | Bounded]:
         """Return the right outputs for the inputs that are in the buffers now."""
 
 
@@ -244,7 +246,7 @@ def run_record(
     label: str,
     before: Mapping[str, HostArray],
     after: Mapping[str, HostArray],
-    expected: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, NDArray[Any] | Bounded],
     tolerances: Tolerances,
 ) -> RunSeen:
     """Compare the outputs of one run with its reference and with what they held before.
@@ -255,7 +257,7 @@ def run_record(
         The inputs it ran on.
     before, after : mapping of str to HostArray
         The outputs around the run.
-    expected : mapping of str to numpy.ndarray
+    expected : mapping of str to numpy.ndarray or Bounded
     tolerances : mapping of str to Tolerance, Tolerance, optional
 
     Returns
@@ -269,10 +271,11 @@ def run_record(
             outputs.append(OutputSeen(name, missing))
             continue
         tolerance = tolerance_of(tolerances, name)
-        reference = host_array(expected[name])
+        given = expected[name]
+        reference = given if isinstance(given, Bounded) else host_array(given)
         mismatch = compare(name, array, reference, tolerance)
         must_change = unchanged = 0
-        if array.data.shape == reference.data.shape:
+        if array.data.shape == host_reference(reference).data.shape:
             had_to = differing(before[name], reference, tolerance)
             must_change = int(np.count_nonzero(had_to))
             if mismatch is not None:
@@ -397,7 +400,9 @@ class _Protocol:
                 raise _RefusedError from error
             raise
 
-    def _prepared(self, label: str) -> tuple[Mapping[str, NDArray[Any]], dict[str, HostArray]]:
+    def _prepared(
+        self, label: str
+    ) -> tuple[Mapping[str, NDArray[Any] | Bounded], dict[str, HostArray]]:
         """Take the reference from the present inputs, then poison and copy the outputs."""
         with self._stage("expected", label):
             expected = self.step.expected()
@@ -411,7 +416,10 @@ class _Protocol:
             return {name: host_array(tensor) for name, tensor in self.step.outputs.items()}
 
     def _judged(
-        self, label: str, before: Mapping[str, HostArray], expected: Mapping[str, NDArray[Any]]
+        self,
+        label: str,
+        before: Mapping[str, HostArray],
+        expected: Mapping[str, NDArray[Any] | Bounded],
     ) -> RunSeen:
         after = self._read(label)
         with self._stage("read", label):

@@ -8,10 +8,12 @@ copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from cuverify.errors import ArgumentError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,6 +79,42 @@ class HostArray:
 
 
 @dataclass(frozen=True)
+class Bounded:
+    """A reference that says how far each value may be from it.
+
+    For outputs whose error depends on the inputs, such as a sum of a few terms or of many: the
+    bound is made together with the reference, from the same inputs.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        The reference.
+    atol : numpy.ndarray or float
+        Largest absolute difference, broadcast over `values`. NaN equals NaN and an infinity equals
+        itself, whatever the bound.
+    rms : numpy.ndarray, optional
+        Largest root mean square of the differences along the last axis, in the shape of `values`
+        without that axis: a bound that one unlucky element does not have to be let through for. In
+        a row beyond it, the elements whose own difference is beyond it count as different.
+    """
+
+    values: NDArray[Any]
+    atol: NDArray[Any] | float
+    rms: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.values.shape
+        try:
+            fits = np.broadcast_shapes(shape, np.shape(self.atol)) == shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ArgumentError("atol", np.shape(self.atol), f"does not broadcast to {shape}")
+        if self.rms is not None and self.rms.shape != shape[:-1]:
+            raise ArgumentError("rms", self.rms.shape, f"values of shape {shape} have other rows")
+
+
+@dataclass(frozen=True)
 class Mismatch:
     """Where an output differs from its reference.
 
@@ -97,6 +135,8 @@ class Mismatch:
         Elements that are NaN (infinite) where the reference is not.
     largest : float or None
         The largest finite difference, None where there is none.
+    allowed : float or None
+        The difference that was allowed at `index`, where the reference has bounds of its own.
     """
 
     output: str
@@ -109,6 +149,7 @@ class Mismatch:
     nans: int = 0
     infs: int = 0
     largest: float | None = None
+    allowed: float | None = None
 
     def __str__(self) -> str:
         if self.reason:
@@ -124,6 +165,8 @@ class Mismatch:
             text += f", {self.infs} of them infinite"
         if self.largest is not None:
             text += f", largest difference {self.largest:.6g}"
+        if self.allowed is not None:
+            text += f", allowed {self.allowed:.6g} there"
         return text
 
     def evidence(self) -> dict[str, Any]:
@@ -142,6 +185,8 @@ class Mismatch:
         }
         if self.largest is not None:
             fields["largest_difference"] = self.largest
+        if self.allowed is not None:
+            fields["allowed"] = self.allowed
         return fields
 
 
@@ -179,25 +224,31 @@ def host_array(tensor: Any) -> HostArray:
     )
 
 
+def host_reference(expected: NDArray[Any] | HostArray | Bounded) -> HostArray:
+    """Return the values of a reference, without its bounds."""
+    return host_array(expected.values if isinstance(expected, Bounded) else expected)
+
+
 def compare(
     name: str,
     actual: HostArray,
-    expected: NDArray[Any] | HostArray,
+    expected: NDArray[Any] | HostArray | Bounded,
     tolerance: Tolerance | None = None,
 ) -> Mismatch | None:
     """Return how `actual` differs from `expected`, or None when it does not.
 
     Without a tolerance the bits of one dtype must agree (a NaN equals the same NaN, and 0.0 is not
     -0.0), the values of two dtypes. With a tolerance, NaN equals NaN and an infinity equals itself.
-    An unsigned reference of a float output's width is its bits, and a float reference of a uint16
-    output makes that bf16: numpy callers hold bf16 that way.
+    The bounds of a `Bounded` reference take the place of a tolerance. An unsigned reference of a
+    float output's width is its bits, and a float reference of a uint16 output makes that bf16:
+    numpy callers hold bf16 that way.
 
     Parameters
     ----------
     name : str
         Name of the output, for the report.
     actual : HostArray
-    expected : numpy.ndarray or HostArray
+    expected : numpy.ndarray, HostArray or Bounded
         Same shape.
     tolerance : Tolerance, optional
 
@@ -205,29 +256,36 @@ def compare(
     -------
     Mismatch or None
     """
-    reference = expected if isinstance(expected, HostArray) else host_array(expected)
+    reference = host_reference(expected)
     if actual.data.shape != reference.data.shape:
         shapes = list(actual.data.shape), list(reference.data.shape)
         return Mismatch(name, reason=f"has shape {shapes[0]}, the reference {shapes[1]}")
-    wrong = differing(actual, reference, tolerance)
+    bounds = expected if isinstance(expected, Bounded) else None
+    wrong = differing(actual, reference if bounds is None else bounds, tolerance)
     count = int(np.count_nonzero(wrong))
     if not count:
         return None
-    return _describe(name, *_paired(actual, reference), wrong, count)
+    found = _describe(name, *_paired(actual, reference), wrong, count)
+    if bounds is None:
+        return found
+    return replace(found, allowed=_allowed(bounds, found.index))
 
 
 def differing(
-    actual: HostArray, reference: HostArray, tolerance: Tolerance | None = None
+    actual: HostArray, expected: HostArray | Bounded, tolerance: Tolerance | None = None
 ) -> NDArray[np.bool_]:
     """Return which elements differ, by the rule that `compare` states.
 
     Parameters
     ----------
-    actual, reference : HostArray
+    actual : HostArray
+    expected : HostArray or Bounded
         Same shape.
     tolerance : Tolerance, optional
     """
-    actual, reference = _paired(actual, reference)
+    actual, reference = _paired(actual, host_reference(expected))
+    if isinstance(expected, Bounded):
+        return _out_of_bounds(actual.values(), reference.values(), expected)
     width = actual.data.dtype.itemsize
     one_width = width in _UNSIGNED and width == reference.data.dtype.itemsize
     one_kind = actual.dtype == reference.dtype or not (_is_float(actual) or _is_float(reference))
@@ -238,7 +296,7 @@ def differing(
 
 def compare_all(
     actual: Mapping[str, HostArray],
-    expected: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, NDArray[Any] | Bounded],
     tolerances: Mapping[str, Tolerance] | Tolerance | None = None,
 ) -> list[Mismatch]:
     """Compare every output; a name that only one side has is a mismatch too.
@@ -246,7 +304,7 @@ def compare_all(
     Parameters
     ----------
     actual : mapping of str to HostArray
-    expected : mapping of str to numpy.ndarray
+    expected : mapping of str to numpy.ndarray or Bounded
     tolerances : mapping of str to Tolerance, Tolerance, optional
         By output, or one for all. An output without one must be equal.
 
@@ -319,7 +377,34 @@ def _outside(
         close = np.abs(left - right) <= tolerance.atol + tolerance.rtol * np.abs(right)
     # an infinite reference would make the bound infinite, and inf - inf is NaN
     close &= np.isfinite(left) & np.isfinite(right)
-    return np.asarray(~(close | (left == right) | (np.isnan(left) & np.isnan(right))))
+    return np.asarray(~(close | _same(left, right)))
+
+
+def _out_of_bounds(
+    actual: NDArray[Any], expected: NDArray[Any], bounds: Bounded
+) -> NDArray[np.bool_]:
+    left, right = actual.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        away = np.abs(left - right)
+    # what is not finite on both sides has no distance; it is the same or not
+    finite = np.isfinite(away)
+    same = _same(left, right)
+    away[~finite] = 0.0
+    wrong = np.asarray(~(same | (finite & (away <= bounds.atol))))
+    if bounds.rms is not None:
+        rms = np.sqrt(np.mean(away * away, axis=-1))
+        wrong |= ((rms > bounds.rms)[..., None]) & (away > bounds.rms[..., None])
+    return wrong
+
+
+def _allowed(bounds: Bounded, index: tuple[int, ...]) -> float:
+    """Return the tighter bound at an element that is out of bounds."""
+    allowed = float(np.broadcast_to(bounds.atol, bounds.values.shape)[index])
+    return allowed if bounds.rms is None else min(allowed, float(bounds.rms[index[:-1]]))
+
+
+def _same(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.asarray((left == right) | (np.isnan(left) & np.isnan(right)))
 
 
 def _describe(

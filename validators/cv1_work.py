@@ -148,7 +148,7 @@ RULES = (
         "without any error. Replays then skip it: outputs keep the values of the capture.",
         "Launch on the stream that is current at the call: read torch.cuda.current_stream() for "
         "each launch, open no other stream inside the step, and run CuPy under `with "
-        "cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)`.",
+        "cupy.cuda.Stream.from_external(torch.cuda.current_stream())`.",
         _foreign_launches,
     ),
     Rule(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cuverify.kernel import Kernel
+    from cuverify.validators.compare import Bounded
 
 Target = Literal["numpy", "torch-cuda"]
 
@@ -48,8 +49,11 @@ class BoundStep(Protocol):
     def poison(self) -> None:
         """Fill the outputs that the step writes completely with a pattern that no answer holds."""
 
-    def expected(self) -> Mapping[str, NDArray[Any]]:
-        """Return the oracle's outputs for the inputs that are in the buffers now."""
+    def expected(self) -> Mapping[str, NDArray[Any] | Bounded]:
+        """Return the oracle's outputs for the inputs that are in the buffers now.
+
+        An output whose tolerance depends on the inputs comes as a `Bounded`.
+        """
 
 
 @runtime_checkable

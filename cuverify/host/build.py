@@ -7,23 +7,28 @@ text, values, headers, shim, runtime, compiler and flags. Files appear there who
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
 from cuverify.contract import kernels_in
-from cuverify.diagnostics import parse_gnu
+from cuverify.diagnostics import parse_gnu, with_excerpts
 from cuverify.errors import CacheError, CompileError
-from cuverify.host.toolchain import Compiler
+from cuverify.host.toolchain import SANITIZERS, Compiler
 from cuverify.sources import KernelSource
 
 _HERE = resources.files("cuverify.host")
-_KEPT_FILES = 1000  # about 200 KB each; the least recently used go first
+# Of about 200 KB and 3 MB each; the least recently used go first.
+_KEPT_FILES = {"*.so": 1000, "program-*": 100}
+
+# What this process has found or built, by cache directory as the environment names it and by key.
+_known: dict[tuple[str | None, str], Path] = {}
 
 
 def cache_directory() -> Path:
@@ -42,8 +47,8 @@ def cache_directory() -> Path:
     directory = Path(chosen) if chosen else platformdirs.user_cache_path("cuverify")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory):
-            pass
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise CacheError(
             f"cache directory {directory} cannot be written ({error.strerror}); "
@@ -71,79 +76,180 @@ def build_library(source: KernelSource, compiler: Compiler, *, checked: bool) ->
         If the cache directory cannot be written.
     """
     flags = compiler.kernel_flags(checked)
-    key = _digest(
-        source.digest(), _runtime_digest(), " ".join(compiler.command), compiler.version, *flags
-    )
+
+    def key() -> str:
+        return _key(compiler, flags, source.digest())
+
+    chosen = os.environ.get("CUVERIFY_CACHE_DIR")
+    known = _known.get((chosen, name := key()))
+    if known is not None and _still_there(known):
+        return known
     directory = cache_directory()
-    library = directory / f"{key}.so"
-    if library.exists():
-        with contextlib.suppress(OSError):
-            library.touch()
-        return library
-    runtime = _runtime_object(directory, compiler)
-    with _scratch(directory) as scratch:
-        text = scratch / "kernel.cpp"
-        text.write_text(
-            source.translation_unit(
-                prefix='#include "cuverify_host.h"\n',
-                suffix="\n"
-                + "".join(f"CUVERIFY_EXPORT_KERNEL({k})\n" for k in kernels_in(source.text)),
-            )
-        )
-        includes = [f"-I{_HERE / 'include'}", *(f"-I{folder}" for folder in source.include_dirs)]
-        built = scratch / "kernel.so"
-        what = f"{source.name} does not compile for the host lane with {compiler.name}"
-        obj = scratch / "kernel.o"
-        _run([*compiler.command, *flags, *includes, "-c", str(text), "-o", str(obj)], scratch, what)
-        _run(
-            [*compiler.command, "-shared", "-g", str(obj), str(runtime), "-o", str(built)],
-            scratch,
-            f"{source.name} does not link for the host lane with {compiler.name}",
-        )
-        built.replace(library)
-    _prune(directory)
+
+    def make(scratch: Path) -> Path:
+        runtime = _runtime_object(directory, compiler, compiler.runtime_flags(), ("runtime",))
+        obj = _kernel_object(scratch, source, compiler, flags, "")
+        return _link(scratch, [obj, runtime], source, compiler, ("-shared",))
+
+    library = _cached(directory, "{}.so", key, make)
+    _known[chosen, name] = library
     return library
 
 
-def _runtime_object(directory: Path, compiler: Compiler) -> Path:
-    flags = compiler.runtime_flags()
-    key = _digest(_runtime_digest(), " ".join(compiler.command), compiler.version, *flags)
-    built = directory / f"runtime-{key}.o"
-    if not built.exists():
-        with _scratch(directory) as scratch:
-            folder = _HERE / "runtime"
-            unit = scratch / "runtime.cpp"
-            unit.write_text("".join(f'#include "{folder / name}"\n' for name in _runtime_sources()))
-            obj = scratch / "runtime.o"
-            _run(
-                [*compiler.command, *flags, "-c", str(unit), "-o", str(obj)],
-                scratch,
-                f"the host lane's runtime does not compile with {compiler.name}",
-            )
-            obj.replace(built)
+def build_program(source: KernelSource, compiler: Compiler) -> Path:
+    """Return a program that runs one launch of a text's kernels under ASan and UBSan.
+
+    Parameters
+    ----------
+    source : KernelSource
+    compiler : Compiler
+        One whose sanitizers work here; see `standalone.why_not`.
+
+    Raises
+    ------
+    CompileError, CacheError
+        As `build_library`.
+    """
+    flags = compiler.sanitized_flags()
+    directory = cache_directory()
+
+    def make(scratch: Path) -> Path:
+        runtime = _runtime_object(
+            directory, compiler, compiler.sanitized_runtime_flags(), ("runtime", "program")
+        )
+        table = "".join(f'{{"{k}", cuverify_launch_{k}}}, ' for k in kernels_in(source.text))
+        suffix = (
+            "extern const ::cuverify_host::KernelEntry cuverify_kernels[] = "
+            f"{{{table}{{nullptr, nullptr}}}};\n"
+        )
+        obj = _kernel_object(scratch, source, compiler, flags, suffix)
+        return _link(scratch, [obj, runtime], source, compiler, SANITIZERS)
+
+    return _cached(
+        directory, "program-{}", lambda: _key(compiler, flags, source.digest(), "program"), make
+    )
+
+
+def _key(compiler: Compiler, flags: Sequence[str], *parts: str) -> str:
+    return _digest(
+        _runtime_digest(), " ".join(compiler.command), compiler.version, " ".join(flags), *parts
+    )
+
+
+def _cached(
+    directory: Path, name: str, key: Callable[[], str], make: Callable[[Path], Path]
+) -> Path:
+    """Return the file of a key, made if it is not there.
+
+    What it is made of may be edited at any time: a file is only kept under the key that holds both
+    before and after it was made.
+    """
+    file = directory / name.format(key())
+    while not _still_there(file):
+        _runtime_digest.cache_clear()
+        before = key()
+        file = directory / name.format(before)
+        if _still_there(file):
+            break
+        with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
+            made = make(Path(scratch))
+            _runtime_digest.cache_clear()
+            if key() == before:
+                made.replace(file)
+                _prune(directory)
+    return file
+
+
+def _still_there(file: Path) -> bool:
+    """Return whether a file exists, and mark it as used."""
+    try:
+        os.utime(file)
+    except FileNotFoundError:
+        return False
+    except OSError:  # somebody else's cache, which can be read only
+        return file.exists()
+    return True
+
+
+def _kernel_object(
+    scratch: Path, source: KernelSource, compiler: Compiler, flags: Sequence[str], suffix: str
+) -> Path:
+    text = scratch / "kernel.cpp"
+    exports = "".join(f"CUVERIFY_EXPORT_KERNEL({k})\n" for k in kernels_in(source.text))
+    text.write_text(
+        source.translation_unit(
+            prefix='#include "cuverify_host.h"\n', suffix=f"\n{exports}{suffix}"
+        )
+    )
+    includes = [f"-I{_HERE / 'include'}", *(f"-I{folder}" for folder in source.include_dirs)]
+    obj = scratch / "kernel.o"
+    _run(
+        [*compiler.command, *flags, *includes, "-c", str(text), "-o", str(obj)],
+        scratch,
+        f"{source.name} does not compile for the host lane with {compiler.name}",
+        source,
+    )
+    return obj
+
+
+def _link(
+    scratch: Path,
+    objects: Sequence[Path],
+    source: KernelSource,
+    compiler: Compiler,
+    flags: Sequence[str],
+) -> Path:
+    built = scratch / "built"
+    _run(
+        [*compiler.command, *flags, "-g", *map(str, objects), "-o", str(built)],
+        scratch,
+        f"{source.name} does not link for the host lane with {compiler.name}",
+    )
     return built
 
 
-def _run(command: Sequence[str], folder: Path, what: str) -> None:
+def _runtime_object(
+    directory: Path, compiler: Compiler, flags: Sequence[str], parts: Sequence[str]
+) -> Path:
+    def make(scratch: Path) -> Path:
+        unit = scratch / "runtime.cpp"
+        unit.write_text("".join(f'#include "{file}"\n' for file in _texts(parts)))
+        obj = scratch / "runtime.o"
+        _run(
+            [*compiler.command, *flags, "-c", str(unit), "-o", str(obj)],
+            scratch,
+            f"the host lane's runtime does not compile with {compiler.name}",
+        )
+        return obj
+
+    return _cached(directory, "runtime-{}.o", lambda: _key(compiler, flags, *parts), make)
+
+
+def _run(
+    command: Sequence[str], folder: Path, what: str, source: KernelSource | None = None
+) -> None:
     # In a folder of its own: compilers write paths below the current one without it into the DWARF.
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    answer = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, cwd=folder
+    )
     if answer.returncode:
         diagnostics = parse_gnu(answer.stderr)
-        errors = [found for found in diagnostics if found.severity == "error"]
-        raise CompileError(what, errors or diagnostics, answer.stderr)
+        if source is not None:
+            diagnostics = with_excerpts(diagnostics, source.source_line)
+        raise CompileError(what, diagnostics, answer.stderr)
 
 
-def _runtime_sources() -> list[str]:
-    return sorted(
-        entry.name for entry in (_HERE / "runtime").iterdir() if entry.name.endswith(".cpp")
-    )
+def _texts(parts: Sequence[str]) -> list[Path]:
+    """Return the C++ files of the runtime's parts, in a fixed order."""
+    folders = [Path(str(_HERE / part)) for part in parts]
+    return [file for folder in folders for file in sorted(folder.glob("*.cpp"))]
 
 
 @functools.cache
 def _runtime_digest() -> str:
     files = [
         entry
-        for part in ("runtime", "include")
+        for part in ("runtime", "program", "include")
         for entry in (_HERE / part).iterdir()
         if entry.is_file()
     ]
@@ -163,12 +269,6 @@ def _digest(*parts: str) -> str:
     return state.hexdigest()[:32]
 
 
-@contextlib.contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as name:
-        yield Path(name)
-
-
 def _prune(directory: Path) -> None:
     def age(file: Path) -> float:
         try:
@@ -176,7 +276,8 @@ def _prune(directory: Path) -> None:
         except OSError:  # another process was faster
             return 0.0
 
-    files = sorted(directory.glob("*.so"), key=age)
-    for file in files[: max(0, len(files) - _KEPT_FILES)]:
-        with contextlib.suppress(OSError):
-            file.unlink()
+    for pattern, kept in _KEPT_FILES.items():
+        files = sorted(directory.glob(pattern), key=age)
+        for file in files[: max(0, len(files) - kept)]:
+            with contextlib.suppress(OSError):
+                file.unlink()

@@ -23,6 +23,11 @@ class HostOptions:
     checked : bool
         Whether the access, race and barrier checkers watch. Without them only barriers are judged,
         and a stray access can end the process.
+    sanitized : bool
+        Whether each launch runs in a program of its own under the compiler's sanitizers instead;
+        see `cuverify.host.standalone`.
+    time_limit_s : float
+        Seconds that such a launch may take.
     schedule : {"ascending", "descending", "random"}
         Which ready thread and which block runs first. Under the checkers ``random`` also switches
         threads in front of memory accesses.
@@ -38,6 +43,8 @@ class HostOptions:
     """
 
     checked: bool = False
+    sanitized: bool = False
+    time_limit_s: float = 60.0
     schedule: str = "ascending"
     seed: int = 0
     mma: str = "exact"
@@ -51,6 +58,12 @@ class HostOptions:
             raise ArgumentError("mma", self.mma, f"wants one of {', '.join(MMA_MODELS)}")
         if not 0 <= self.seed < 2**63:
             raise ArgumentError("seed", self.seed, "wants 0 to 2**63 - 1")
+        if self.checked and self.sanitized:
+            raise ArgumentError(
+                "sanitized", True, "is another build than the checked one: open one"
+            )
+        if not 0 < self.time_limit_s < 2**31:
+            raise ArgumentError("time_limit_s", self.time_limit_s, "wants seconds")
         if self.max_accesses < 1:
             raise ArgumentError("max_accesses", self.max_accesses, "wants at least 1")
 
@@ -106,3 +119,26 @@ def checked(
     ...     kernel(1, 128, out, x)
     """
     return host_options(checked=True, schedule=schedule, seed=seed, **changes)
+
+
+def sanitized(**changes: object) -> contextlib.AbstractContextManager[HostOptions]:
+    """Run host-lane launches as programs of their own under ASan and UBSan, for a second opinion.
+
+    A launch with findings raises CheckerError, as under `checked`. Slow: each launch is a process.
+
+    Parameters
+    ----------
+    **changes
+        Attributes of HostOptions.
+
+    Raises
+    ------
+    ToolchainError
+        At a launch, where the compiler's sanitizers do not work here.
+
+    Examples
+    --------
+    >>> with cuverify.sanitized():      # doctest: +SKIP
+    ...     kernel(1, 128, out, x)
+    """
+    return host_options(sanitized=True, checked=False, **changes)

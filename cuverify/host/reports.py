@@ -102,4 +102,8 @@ KINDS = {
     "endless-loop": "more memory accesses than a launch may make",
     "trap": "the kernel called __trap()",
     "assertion": "an assert in the kernel failed",
+    "address-sanitizer": "an access that ASan finds outside every object (stand-alone run)",
+    "undefined-behaviour": "arithmetic or an access that C++ does not define (stand-alone run)",
+    "time-limit": "a stand-alone run that did not end in its time",
+    "crash": "a stand-alone run that ended without a word",
 }

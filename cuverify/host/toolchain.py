@@ -25,7 +25,7 @@ _HOW_TO_GET_ONE = (
 _COMMON = (
     "-std=c++17",
     "-fPIC",
-    "-g",
+    "-g1",  # line tables and inlining; variables would double the file
     "-w",
     "-fvisibility=hidden",
     "-fno-threadsafe-statics",
@@ -46,6 +46,13 @@ _CHECKED = {
         "-tsan-instrument-read-before-write=1",
     ),
 }
+# Of the stand-alone build. Bounds are the address sanitizer's to judge; `vptr` wants RTTI.
+SANITIZERS = ("-fsanitize=address,undefined",)
+_SANITIZED = (
+    *SANITIZERS,
+    "-fsanitize=float-cast-overflow",
+    "-fno-sanitize=object-size,vptr",
+)
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,16 @@ class Compiler:
         return (*_COMMON, "-O1", *_CHECKED[self.family]) if checked else (*_COMMON, "-O2")
 
     def runtime_flags(self) -> tuple[str, ...]:
-        """Return the flags for the runtime, which is never instrumented."""
+        """Return the flags for the libraries' runtime, which is not instrumented."""
         return (*_COMMON, "-O2")
+
+    def sanitized_flags(self) -> tuple[str, ...]:
+        """Return the flags for a kernel text in a stand-alone program under ASan and UBSan."""
+        return (*_COMMON, "-O1", *_SANITIZED)
+
+    def sanitized_runtime_flags(self) -> tuple[str, ...]:
+        """Return the flags for that program's runtime: UBSan's checks in it cost half a minute."""
+        return (*_COMMON, "-O1", "-fsanitize=address")
 
 
 def find_compiler(name: str | None = None) -> Compiler:

@@ -144,6 +144,19 @@ extern "C" __global__ void same_word_from_all_blocks(unsigned* out) {
 #endif
 }
 
+// @kernel atomic_after_read
+// @param out write uint32 [1]
+extern "C" __global__ void atomic_after_read(unsigned* out) {
+    SHARED_ARRAY(unsigned, count, [1]);
+    if (threadIdx.x == 0) count[0] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) out[0] = count[0];  // [race]
+#if !BUG
+    __syncthreads();
+#endif
+    if (threadIdx.x == 32) atomicAdd(&count[0], 1u);
+}
+
 // @kernel shuffle_as_fence
 // @param out write fp32 [32]
 // 32 threads

@@ -7,8 +7,8 @@ struct __nv_bfloat16 {
     unsigned short x;
     __nv_bfloat16() = default;
     __nv_bfloat16(float v) : x(cuverify_host::float_to_bfloat16(v)) {}
-    __nv_bfloat16(double v) : __nv_bfloat16(static_cast<float>(v)) {}
-    __nv_bfloat16(int v) : __nv_bfloat16(static_cast<float>(v)) {}
+    __nv_bfloat16(double v) : x(cuverify_host::double_to_bfloat16(v)) {}
+    __nv_bfloat16(int v) : __nv_bfloat16(static_cast<double>(v)) {}
     operator float() const { return cuverify_host::bfloat16_to_float(x); }
 };
 struct __align__(4) __nv_bfloat162 {

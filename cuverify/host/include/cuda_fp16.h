@@ -7,8 +7,8 @@ struct __half {
     unsigned short x;
     __half() = default;
     __half(float v) : x(cuverify_host::float_to_half(v)) {}
-    __half(double v) : x(cuverify_host::float_to_half(static_cast<float>(v))) {}
-    __half(int v) : __half(static_cast<float>(v)) {}
+    __half(double v) : x(cuverify_host::double_to_half(v)) {}
+    __half(int v) : __half(static_cast<double>(v)) {}
     operator float() const { return cuverify_host::half_to_float(x); }
 };
 struct __align__(4) __half2 {

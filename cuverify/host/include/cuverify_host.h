@@ -1,7 +1,12 @@
 // CUDA C++ for a plain C++17 compiler. Included in front of every kernel text on the host lane.
 #pragma once
 
-#include <cmath>
+// libstdc++'s own <cmath> is most of a small kernel's compile time; C's header holds what is needed.
+// libc++ takes no notice, and its header brings the overloads that cuverify_host_math.h adds here.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#include <stdlib.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <cstdint>
 #include <cstring>
 #include <type_traits>

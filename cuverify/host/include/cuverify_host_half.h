@@ -12,6 +12,29 @@ inline float bfloat16_to_float(unsigned short bits) {
     return bit_cast<float>(static_cast<unsigned>(bits) << 16);
 }
 
+// A float that every later rounding to 16 bits takes to where it would take `value`: the bits that are
+// lost leave their mark in the last one that is kept.
+inline float odd_float(double value) {
+    float nearest = static_cast<float>(value);
+    if (static_cast<double>(nearest) == value || value != value) return nearest;
+    unsigned bits = bit_cast<unsigned>(nearest);
+    if (fabs(static_cast<double>(nearest)) > fabs(value))
+        --bits;  // towards zero, from infinity, too
+    return bit_cast<float>(bits | 1);
+}
+
+// A double NaN keeps its sign and the top of its payload, where a float one becomes the device's own.
+inline unsigned short narrow_nan(double value, unsigned exponent, int fraction_bits) {
+    auto bits = bit_cast<unsigned long long>(value);
+    unsigned fraction =
+        static_cast<unsigned>(bits >> (52 - fraction_bits)) & ((1u << fraction_bits) - 1);
+    return static_cast<unsigned short>(static_cast<unsigned>(bits >> 48 & 0x8000u) | exponent |
+                                       fraction);
+}
+inline unsigned short double_to_bfloat16(double value) {
+    return value != value ? narrow_nan(value, 0x7f80u, 7) : float_to_bfloat16(odd_float(value));
+}
+
 inline float half_to_float(unsigned short bits) {
     unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3ffu;
     if (exponent == 31) return bit_cast<float>(sign | 0x7f800000u | fraction << 13);
@@ -30,6 +53,9 @@ inline unsigned short float_to_half(float value) {
     }
     unsigned rounded = rest + 0xfffu + (rest >> 13 & 1);
     return static_cast<unsigned short>(sign | ((rounded - 0x38000000u) >> 13));
+}
+inline unsigned short double_to_half(double value) {
+    return value != value ? narrow_nan(value, 0x7c00u, 10) : float_to_half(odd_float(value));
 }
 
 }  // namespace cuverify_host
@@ -53,4 +79,7 @@ inline unsigned short float_to_half(float value) {
     static inline type operator-(type a, type b) { return type(float(a) - float(b)); }        \
     static inline type operator*(type a, type b) { return type(float(a) * float(b)); }        \
     static inline type operator/(type a, type b) { return type(float(a) / float(b)); }        \
-    static inline type operator-(type a) { return __ushort_as_##suffix(a.x ^ 0x8000u); }
+    static inline type operator-(type a) {                                                    \
+        /* an instruction of arithmetic: of a NaN it makes the device's own */                \
+        return __ushort_as_##suffix(float(a) != float(a) ? 0x7fffu : a.x ^ 0x8000u);          \
+    }

@@ -2,6 +2,63 @@
 // the host lane says nothing about their last bits.
 #pragma once
 
+// CUDA has each function of <math.h> for float, too, and these three as functions.
+#ifndef _LIBCPP_VERSION
+#define CUVERIFY_FLOAT_1(name) \
+    static inline float name(float v) { return name##f(v); }
+#define CUVERIFY_FLOAT_2(name) \
+    static inline float name(float a, float b) { return name##f(a, b); }
+CUVERIFY_FLOAT_1(fabs)
+CUVERIFY_FLOAT_1(sqrt)
+CUVERIFY_FLOAT_1(cbrt)
+CUVERIFY_FLOAT_1(exp)
+CUVERIFY_FLOAT_1(exp2)
+CUVERIFY_FLOAT_1(expm1)
+CUVERIFY_FLOAT_1(log)
+CUVERIFY_FLOAT_1(log2)
+CUVERIFY_FLOAT_1(log10)
+CUVERIFY_FLOAT_1(log1p)
+CUVERIFY_FLOAT_1(sin)
+CUVERIFY_FLOAT_1(cos)
+CUVERIFY_FLOAT_1(tan)
+CUVERIFY_FLOAT_1(asin)
+CUVERIFY_FLOAT_1(acos)
+CUVERIFY_FLOAT_1(atan)
+CUVERIFY_FLOAT_1(sinh)
+CUVERIFY_FLOAT_1(cosh)
+CUVERIFY_FLOAT_1(tanh)
+CUVERIFY_FLOAT_1(erf)
+CUVERIFY_FLOAT_1(erfc)
+CUVERIFY_FLOAT_1(floor)
+CUVERIFY_FLOAT_1(ceil)
+CUVERIFY_FLOAT_1(trunc)
+CUVERIFY_FLOAT_1(round)
+CUVERIFY_FLOAT_1(rint)
+CUVERIFY_FLOAT_1(nearbyint)
+CUVERIFY_FLOAT_2(pow)
+CUVERIFY_FLOAT_2(fmod)
+CUVERIFY_FLOAT_2(atan2)
+CUVERIFY_FLOAT_2(hypot)
+CUVERIFY_FLOAT_2(fmin)
+CUVERIFY_FLOAT_2(fmax)
+CUVERIFY_FLOAT_2(copysign)
+static inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float ldexp(float v, int exponent) { return ldexpf(v, exponent); }
+#undef isnan
+#undef isinf
+#undef isfinite
+#define CUVERIFY_CLASSIFY(name)                                           \
+    static inline bool name(float v) { return __builtin_##name(v) != 0; } \
+    static inline bool name(double v) { return __builtin_##name(v) != 0; }
+CUVERIFY_CLASSIFY(isnan)
+CUVERIFY_CLASSIFY(isinf)
+CUVERIFY_CLASSIFY(isfinite)
+static inline float abs(float v) { return fabsf(v); }
+static inline double abs(double v) { return fabs(v); }
+static inline long abs(long v) { return labs(v); }
+static inline long long abs(long long v) { return llabs(v); }
+#endif
+
 #define CUVERIFY_MIN_MAX(type)                                       \
     static inline type min(type a, type b) { return b < a ? b : a; } \
     static inline type max(type a, type b) { return a < b ? b : a; }
@@ -79,8 +136,15 @@ static inline double __longlong_as_double(long long v) {
 static inline long long __double_as_longlong(double v) {
     return cuverify_host::bit_cast<long long>(v);
 }
-static inline int __float2int_rn(float v) { return static_cast<int>(nearbyintf(v)); }
-static inline int __float2int_rz(float v) { return static_cast<int>(v); }
+namespace cuverify_host {
+// What does not fit becomes the nearest that does, and NaN becomes 0.
+inline int whole(float v) {
+    if (!(v == v)) return 0;
+    return v >= 0x1p31f ? 0x7fffffff : v <= -0x1p31f ? -0x7fffffff - 1 : static_cast<int>(v);
+}
+}  // namespace cuverify_host
+static inline int __float2int_rn(float v) { return cuverify_host::whole(nearbyintf(v)); }
+static inline int __float2int_rz(float v) { return cuverify_host::whole(v); }
 static inline float __int2float_rn(int v) { return static_cast<float>(v); }
 
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }

@@ -16,7 +16,7 @@ inline void mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, Si
     collective(
         all_lanes, Collective::mma, &slot,
         [](void** slots, unsigned, Site) CUVERIFY_NO_CHECK {
-            float left[16][16], right[8][16];  // A by rows, B by columns
+            float left[16][16], right[16][8], sum[16][8];
             auto half_of = [](unsigned pair, int high) {
                 return bfloat16_to_float(
                     static_cast<unsigned short>(high ? pair >> 16 : pair & 0xffffu));
@@ -29,16 +29,17 @@ inline void mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, Si
                     left[group + 8][pair + high] = half_of(from->a[1], high);
                     left[group][pair + 8 + high] = half_of(from->a[2], high);
                     left[group + 8][pair + 8 + high] = half_of(from->a[3], high);
-                    right[group][pair + high] = half_of(from->b[0], high);
-                    right[group][pair + 8 + high] = half_of(from->b[1], high);
+                    right[pair + high][group] = half_of(from->b[0], high);
+                    right[pair + 8 + high][group] = half_of(from->b[1], high);
+                    sum[group][pair + high] = from->d[high];
+                    sum[group + 8][pair + high] = from->d[2 + high];
                 }
             }
+            tile_product(left, right, sum);
             for (int lane = 0; lane < 32; ++lane) {
                 auto* to = static_cast<MmaSlot*>(slots[lane]);
-                int group = lane / 4, column = lane % 4 * 2;
                 for (int i = 0; i < 4; ++i)
-                    to->d[i] =
-                        fused_dot(left[group + i / 2 * 8], right[column + i % 2], 16, to->d[i]);
+                    to->d[i] = sum[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
             }
         },
         site);

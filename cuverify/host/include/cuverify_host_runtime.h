@@ -80,8 +80,8 @@ void* shared_dynamic(size_t offset, size_t bytes, size_t alignment, const char* 
 [[noreturn]] void fault(const char* kind, Site site, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
 
-// One fused dot product of the tensor core's, in the numerics that the launch asked for.
-float fused_dot(const float* a, const float* b, int terms, float c);
+// d[16][8] = a[16][16] b[16][8] + d, as the tensor core does in the numerics that the launch asked for.
+void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8]);
 
 // ---- launch -----------------------------------------------------------------------------------
 struct LaunchConfig {
@@ -89,6 +89,12 @@ struct LaunchConfig {
     unsigned shared_bytes;
 };
 int run(const LaunchConfig& config, void (*body)(void*), void* context);
+
+// What the stand-alone program finds a kernel by.
+struct KernelEntry {
+    const char* name;
+    int (*launch)(const LaunchConfig* config, void** arguments);
+};
 
 // What the compiler knows of a parameter, for the comparison with the contract beside the kernel.
 struct ParameterInfo {

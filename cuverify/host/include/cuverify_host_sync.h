@@ -160,6 +160,7 @@ inline void __threadfence() { cuverify_host::thread_fence(); }
 inline void __threadfence_system() { cuverify_host::thread_fence(); }
 inline void __threadfence_block() {}
 
+// The hardware takes the last five bits of a source or distance, whatever it is.
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUVERIFY_SITE) {
     int first = static_cast<int>(cuverify_host::current->lane) & ~(width - 1);
@@ -169,7 +170,7 @@ inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUVERIF
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, CUVERIFY_SITE) {
     unsigned lane = cuverify_host::current->lane;
-    int source = static_cast<int>(lane) ^ distance;
+    int source = static_cast<int>(lane) ^ (distance & 31);
     // Unlike the others, xor may reach an earlier segment; only later ones are out of its reach.
     int end = (static_cast<int>(lane) & ~(width - 1)) + width;
     return cuverify_host::shuffle(mask, value, source < end ? static_cast<unsigned>(source) : lane,
@@ -179,14 +180,14 @@ template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32,
                           CUVERIFY_SITE) {
     unsigned lane = cuverify_host::current->lane;
-    int source = static_cast<int>(lane + distance);
+    int source = static_cast<int>(lane + (distance & 31));
     return cuverify_host::shuffle(mask, value, cuverify_host::clamped(lane, source, width),
                                   CUVERIFY_GIVEN);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, CUVERIFY_SITE) {
     unsigned lane = cuverify_host::current->lane;
-    int source = static_cast<int>(lane) - static_cast<int>(distance);
+    int source = static_cast<int>(lane) - static_cast<int>(distance & 31);
     return cuverify_host::shuffle(mask, value, cuverify_host::clamped(lane, source, width),
                                   CUVERIFY_GIVEN);
 }

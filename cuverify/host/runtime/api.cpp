@@ -8,23 +8,6 @@ namespace cuverify_host {
 void set_mma_model(unsigned model);
 
 namespace {
-struct PlaceView {
-    char file[256];
-    int32_t line;
-    uint64_t pc;
-    uint32_t block, thread;
-};
-struct FaultView {
-    char kind[32];
-    char message[512];
-    PlaceView actor, other;
-    int32_t has_other, has_region, region_shared;
-    char region[64];
-    uint64_t region_bytes;
-    int64_t offset;
-    uint32_t bytes;
-};
-
 void copy_text(char* to, size_t room, const std::string& text) {
     snprintf(to, room, "%s", text.c_str());
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <sys/mman.h>
 
+#include "sanitizer.h"
 #include "state.h"
 
 namespace cuverify_host {
@@ -36,11 +37,16 @@ void* place(const void* key, size_t offset, size_t bytes, size_t alignment, cons
     char* base = arena + begin;
     arena_used = begin + bytes;
     if (arena_used > arena_dirty) {
-        memset(arena + arena_dirty, poison, arena_used - arena_dirty);
+        char* fresh = arena + arena_dirty;
+        allow(fresh, arena_used - arena_dirty);
+        memset(fresh, poison, arena_used - arena_dirty);
+        forbid(fresh, arena_used - arena_dirty);
         arena_dirty = arena_used;
     }
+    allow(base, bytes);
     pieces.push_back({key, offset, bytes, base});
-    if (checking) add_region(base, bytes, 0, 0, Contents::uninitialised, true, true, name);
+    if (checking || sanitized)
+        add_region(base, bytes, 0, 0, Contents::uninitialised, true, true, name);
     return base;
 }
 
@@ -57,10 +63,12 @@ void arena_start_launch(size_t dynamic_bytes) {
 }
 
 void arena_start_block() {
+    allow(arena, arena_dirty);
     memset(arena, poison, arena_dirty);
+    forbid(arena, arena_bytes);
     arena_used = 0;
     pieces.clear();
-    if (checking) forget_shared_regions();
+    if (checking || sanitized) forget_shared_regions();
 }
 
 void* shared_static(const void* key, size_t bytes, size_t alignment, const char* name, Site site) {

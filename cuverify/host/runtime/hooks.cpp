@@ -2,7 +2,10 @@
 // no libubsan behind them: they are the checker.
 #include <cstring>
 
+#include "sanitizer.h"
 #include "state.h"
+
+#ifndef CUVERIFY_ASAN  // whose build has the real handlers
 
 using cuverify_host::access_read;
 using cuverify_host::access_write;
@@ -27,11 +30,13 @@ struct TypeMismatch {
     const void* type;
     unsigned char log2_alignment, check_kind;
 };
-void misaligned(const TypeMismatch* data, const void* pointer) {
+void misaligned(const TypeMismatch* data, const void* pointer, Place caller) {
     auto alignment = size_t{1} << data->log2_alignment;
     if (reinterpret_cast<uintptr_t>(pointer) % alignment == 0)
         return;  // a null pointer, judged on access
     Place place{data->location.file, static_cast<int>(data->location.line), 0};
+    // Of an access inside the shim's own headers the address says more: who it was inlined into.
+    if (strstr(place.file, "cuverify_host")) place = caller;
     cuverify_host::misaligned_access(pointer, alignment, place);
 }
 }  // namespace
@@ -88,9 +93,11 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
 void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* pointer) {
-    misaligned(data, pointer);
+    misaligned(data, pointer, CALLER);
 }
 void __ubsan_handle_type_mismatch_v1_abort(TypeMismatch* data, void* pointer) {
-    misaligned(data, pointer);
+    misaligned(data, pointer, CALLER);
 }
 }
+
+#endif

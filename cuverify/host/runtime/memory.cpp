@@ -1,20 +1,43 @@
 // Memory as emulated instructions use it: whole-width accesses, and cp.async with its late arrival.
 #include <cstring>
 
+#include "sanitizer.h"
 #include "state.h"
 
 namespace cuverify_host {
 
+namespace {
+
+// The sanitizer would find these too, but in the shim's own line.
+void ask_sanitizer(const void* address, size_t bytes, const char* verb, Site site) {
+    const void* bad = forbidden(address, bytes);
+    if (!bad) return;
+    Fault fault{"address-sanitizer",
+                std::string(verb) + " of " + std::to_string(bytes) + " bytes touches memory that " +
+                    "belongs to nothing",
+                here(place_of(site))};
+    fault.bytes = static_cast<uint32_t>(bytes);
+    fault.region = region_part(bad);
+    stop(std::move(fault));
+}
+
+}  // namespace
+
 void read_access(const void* address, size_t bytes, Site site) {
-    if (bytes) check_access(address, bytes, access_read, place_of(site));
+    if (!bytes) return;
+    ask_sanitizer(address, bytes, "read", site);
+    check_access(address, bytes, access_read, place_of(site));
 }
 
 void write_access(void* address, size_t bytes, Site site) {
+    ask_sanitizer(address, bytes, "write", site);
     check_access(address, bytes, access_write, place_of(site));
 }
 
 void atomic_access(void* address, size_t bytes, Site site) {
-    check_access(address, bytes, access_read | access_atomic, place_of(site));
+    ask_sanitizer(address, bytes, "atomic access", site);
+    // As one write, which is judged as a read, too: a read of its own would be the cell's last one,
+    // and a plain read before it, which races with the write, would be forgotten.
     check_access(address, bytes, access_write | access_atomic, place_of(site));
 }
 

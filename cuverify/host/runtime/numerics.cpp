@@ -66,19 +66,40 @@ float aligned_dot(const float* a, const float* b, int terms, float c, int fracti
     return truncated_to_float(std::ldexp(static_cast<double>(total), largest - fraction_bits));
 }
 
+float modelled_dot(const float* a, const float* b, float c) {
+    if (model == 90) return aligned_dot(a, b, 16, c, 25);
+    c = aligned_dot(a, b, 8, c, 24);
+    return aligned_dot(a + 8, b + 8, 8, c, 24);
+}
+
 }  // namespace
 
 void set_mma_model(unsigned chosen) { model = chosen; }
 
-float fused_dot(const float* a, const float* b, int terms, float c) {
-    if (model == 90) return aligned_dot(a, b, terms, c, 25);
-    if (model == 80) {
-        for (int i = 0; i < terms; i += 8) c = aligned_dot(a + i, b + i, 8, c, 24);
-        return c;
+// The default. A column at a time in each place of a vector; terms are added in their order.
+static void exact_product(const float (*a)[16], const float (*b)[8], float (*d)[8]) {
+    typedef double Pair __attribute__((vector_size(16)));
+    Pair right[16][4];
+    for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < 8; n += 2) right[k][n / 2] = Pair{b[k][n], b[k][n + 1]};
+    for (int m = 0; m < 16; ++m) {
+        Pair sum[4];
+        for (int n = 0; n < 8; n += 2) sum[n / 2] = Pair{d[m][n], d[m][n + 1]};
+        for (int k = 0; k < 16; ++k) {
+            Pair left = {a[m][k], a[m][k]};
+            for (int n = 0; n < 4; ++n) sum[n] += left * right[k][n];
+        }
+        for (int n = 0; n < 8; ++n) d[m][n] = static_cast<float>(sum[n / 2][n % 2]);
     }
-    double sum = c;
-    for (int i = 0; i < terms; ++i) sum += static_cast<double>(a[i]) * b[i];
-    return static_cast<float>(sum);
+}
+
+void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8]) {
+    if (!model) return exact_product(a, b, d);
+    for (int n = 0; n < 8; ++n) {
+        float column[16];
+        for (int k = 0; k < 16; ++k) column[k] = b[k][n];
+        for (int m = 0; m < 16; ++m) d[m][n] = modelled_dot(a[m], column, d[m][n]);
+    }
 }
 
 }  // namespace cuverify_host

@@ -3,11 +3,15 @@
 // A fiber runs until it meets a barrier or a warp collective, so a schedule is the order in which
 // ready fibers are picked. With the random schedule under the checkers a fiber may also be preempted
 // before any memory access.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <iterator>
 #include <map>
+#include <pthread.h>
 #include <sys/mman.h>
 
+#include "sanitizer.h"
 #include "state.h"
 
 namespace cuverify_host {
@@ -20,8 +24,13 @@ constexpr size_t guard_bytes = 16 << 10;
 constexpr size_t stack_colours = 32, colour_bytes = 320;
 
 Context scheduler_context;
+void* scheduler_kept;  // with the next two, what the address sanitizer wants to know of this stack
+void* scheduler_stack;
+size_t scheduler_stack_bytes;
 char* stacks;
 unsigned ready[max_threads], ready_count;
+unsigned waiting_lanes[max_threads / warp_size];   // of each warp, at a collective
+unsigned finished_lanes[max_threads / warp_size];  // that have returned
 void (*thread_body)(void*);
 void* thread_argument;
 Schedule schedule;
@@ -36,12 +45,19 @@ uint32_t draw() {
     return static_cast<uint32_t>(random_state >> 32);
 }
 
+char* stack_of(const Fiber& fiber) { return stacks + fiber.index * stack_bytes + guard_bytes; }
+
 void go_to(Fiber* fiber) {
     if (fiber == self) return;
-    Context& from = self ? self->context : scheduler_context;
+    Fiber* leaving = self;
     self = fiber;
     current = fiber;
-    switch_context(from, fiber ? fiber->context : scheduler_context);
+    void*& kept = leaving ? leaving->kept : scheduler_kept;
+    leave_stack(&kept, fiber ? stack_of(*fiber) : scheduler_stack,
+                fiber ? stack_bytes - guard_bytes : scheduler_stack_bytes);
+    switch_context(leaving ? leaving->context : scheduler_context,
+                   fiber ? fiber->context : scheduler_context);
+    reach_stack(kept);
 }
 
 void make_ready(Fiber& fiber) {
@@ -155,8 +171,13 @@ void release_barrier() {
 // something else that names the waiter can never come: that ends the launch.
 bool complete(const Fiber& waiter, unsigned& present) {
     unsigned base = waiter.warp * warp_size;
+    unsigned waiting = waiter.mask & waiting_lanes[waiter.warp];
+    unsigned finished = waiter.mask & finished_lanes[waiter.warp];
+    bool missing = waiter.mask & ~waiting & ~finished;
+    // While somebody is missing, the first lane that waits speaks for those that agreed with it.
+    unsigned rest = missing ? (waiting & (0 - waiting)) | finished : waiter.mask;
     present = 0;
-    for (unsigned rest = waiter.mask; rest; rest &= rest - 1) {
+    for (; rest; rest &= rest - 1) {
         unsigned lane = static_cast<unsigned>(__builtin_ctz(rest));
         const Fiber& other = fibers[base + lane];
         if (other.state == State::done) {
@@ -164,7 +185,6 @@ bool complete(const Fiber& waiter, unsigned& present) {
             if (waiter.waiting_for == Collective::sync_warp) continue;
             report_skipped(waiter, lane);
         }
-        if (other.state != State::at_collective) return false;
         bool same =
             other.mask == waiter.mask && other.waiting_for == waiter.waiting_for &&
             (other.site.line == waiter.site.line || waiter.waiting_for == Collective::sync_warp);
@@ -179,13 +199,14 @@ bool complete(const Fiber& waiter, unsigned& present) {
         }
         present |= 1u << lane;
     }
-    return true;
+    return !missing;
 }
 
 void release_collective(const Fiber& waiter, unsigned present) {
     if (checking && waiter.waiting_for == Collective::sync_warp)
         checker_sync_warp(waiter.warp, present);
     unsigned base = waiter.warp * warp_size;
+    waiting_lanes[waiter.warp] &= ~present;
     for (unsigned i = 0; i < warp_size; ++i) {
         unsigned lane = in_push_order(i, warp_size);
         if (present >> lane & 1) make_ready(fibers[base + lane]);
@@ -194,6 +215,7 @@ void release_collective(const Fiber& waiter, unsigned present) {
 
 void finish_thread() {
     self->state = State::done;
+    finished_lanes[self->warp] |= 1u << self->lane;
     --block.live;
     unsigned base = self->warp * warp_size;
     for (unsigned lane = 0; lane < warp_size && base + lane < block.threads; ++lane) {
@@ -207,6 +229,7 @@ void finish_thread() {
 }
 
 void start_thread() {
+    reach_stack(nullptr);
     thread_body(thread_argument);
     finish_thread();
     __builtin_unreachable();
@@ -225,6 +248,8 @@ void start_block(const LaunchConfig& config, unsigned linear) {
     block.interval = 0;
     ready_count = 0;
     barrier_sum = 0;
+    std::fill(std::begin(waiting_lanes), std::end(waiting_lanes), 0u);
+    std::fill(std::begin(finished_lanes), std::end(finished_lanes), 0u);
     arena_start_block();
     if (checking) checker_start_block();
     const unsigned* grid = config.grid;
@@ -243,14 +268,22 @@ void start_block(const LaunchConfig& config, unsigned linear) {
         fiber.warp = thread / warp_size;
         fiber.async_groups.clear();
         fiber.async_open.clear();
-        char* bottom = stacks + thread * stack_bytes;
-        char* top = bottom + stack_bytes - thread % stack_colours * colour_bytes;
-        make_context(fiber.context, bottom + guard_bytes, top, start_thread);
+        char* bottom = stack_of(fiber);
+        char* top = bottom + stack_bytes - guard_bytes - thread % stack_colours * colour_bytes;
+        allow(bottom, stack_bytes - guard_bytes);  // the last block's frames may not have ended
+        make_context(fiber.context, bottom, top, start_thread);
         make_ready(fiber);
     }
 }
 
 void on_interrupt(int) { interrupted = 1; }
+
+void find_own_stack() {
+    pthread_attr_t attributes;
+    if (pthread_getattr_np(pthread_self(), &attributes)) return;
+    pthread_attr_getstack(&attributes, &scheduler_stack, &scheduler_stack_bytes);
+    pthread_attr_destroy(&attributes);
+}
 
 }  // namespace
 
@@ -317,6 +350,7 @@ void collective(unsigned mask, Collective kind, void* slot, Combine combine, Sit
         fault("lane-outside-mask", site, "lane %u calls %s with mask %08x, which leaves it out",
               me.lane, name_of(kind), mask);
     me.state = State::at_collective;
+    waiting_lanes[me.warp] |= 1u << me.lane;
     me.site = site;
     me.waiting_for = kind;
     me.mask = mask;
@@ -346,6 +380,7 @@ int run(const LaunchConfig& config, void (*body)(void*), void* context) {
     block.threads = config.block[0] * config.block[1] * config.block[2];
     arena_start_launch(config.shared_bytes);
     if (checking) checker_start_launch();
+    if (sanitized) find_own_stack();
 
     // A launch can take seconds and Python's own handler cannot run meanwhile.
     struct sigaction handler = {}, previous = {};

@@ -12,6 +12,7 @@
 //               atomic + __threadfence on the other (acquire) on the same word
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <sys/mman.h>
 #include <unordered_map>
@@ -44,12 +45,14 @@ struct Stamp {          // who accessed a cell, and when
     uint32_t fences;  // the thread's __threadfence calls before the access
 };
 enum Holds : uint8_t { as_region, written, pending };
-struct Cell {
+struct alignas(64) Cell {  // one cache line: a checked launch is bound by how many it touches
     Stamp write, read;
-    Stamp foreign_read;  // by another block than `read`: kept, since it orders differently
     uint32_t read_lanes;
+    uint32_t write_lanes;  // of a warp whose lanes changed it atomically, one after another
     Holds holds;
+    bool read_elsewhere;  // `foreign_reads` has a read by another block than `read`'s
 };
+static_assert(sizeof(Cell) == 64, "of two lines, the second is missed too");
 
 struct Chunk {
     Cell* cells;
@@ -60,6 +63,7 @@ struct Region {
     char* base;
     size_t bytes;
     size_t period, used;  // rows of `used` bytes every `period`; 0: dense
+    const char* row;      // the one that was last looked for
     Contents contents;
     bool writable, shared;
     std::string name;
@@ -115,8 +119,12 @@ struct ThreadClock {
 };
 
 std::vector<std::unique_ptr<Region>> regions;  // by base address
-Region* last_region;
+// The region that was found last for addresses of a kind: kernels go to and fro between a few.
+constexpr unsigned recent_regions = 64;
+Region* recent[recent_regions];
+void forget_recent() { std::fill(std::begin(recent), std::end(recent), nullptr); }
 CellStore cells_of_launch, cells_of_block;
+std::unordered_map<const Cell*, Stamp> foreign_reads;  // kept, since they order differently
 ThreadClock clocks[max_threads];
 std::vector<Site> sites;
 std::unordered_map<uintptr_t, Releases> released;  // by 8-byte word
@@ -124,7 +132,7 @@ Releases block_acquired, block_seen;
 std::shared_ptr<const std::vector<uint32_t>> fences_at_barrier;
 bool any_fence;
 
-uint32_t pack(Place place) {
+uint32_t pack(const Place& place) {
     if (!place.file) return static_cast<uint32_t>(place.pc);
     for (size_t i = 0; i < sites.size(); ++i)
         if (sites[i].line == place.line && sites[i].file == place.file)
@@ -139,16 +147,15 @@ Place unpack(uint32_t where) {
 }
 
 Region* find_region(const char* address) {
-    if (last_region && address >= last_region->base &&
-        address < last_region->base + last_region->bytes)
-        return last_region;
+    Region*& guess = recent[(reinterpret_cast<uintptr_t>(address) >> 8) % recent_regions];
+    if (guess && address >= guess->base && address < guess->base + guess->bytes) return guess;
     auto after =
         std::upper_bound(regions.begin(), regions.end(), address,
                          [](const char* a, const auto& region) { return a < region->base; });
     if (after == regions.begin()) return nullptr;
     Region* region = std::prev(after)->get();
     if (address >= region->base + region->bytes) return nullptr;
-    return last_region = region;
+    return guess = region;
 }
 
 // The region that an address outside all of them most probably meant: the nearest one.
@@ -164,7 +171,7 @@ Region* nearest_region(const char* address) {
     return best;
 }
 
-Fault memory_fault(const char* kind, std::string message, Place place, const Region* region,
+Fault memory_fault(const char* kind, std::string message, const Place& place, const Region* region,
                    const char* address, size_t bytes) {
     Fault fault{kind, std::move(message), here(place)};
     fault.bytes = static_cast<uint32_t>(bytes);
@@ -184,7 +191,8 @@ bool covered(const Releases& releases, const Stamp& stamp) {
     return release.fences_at_barrier && stamp.fences < (*release.fences_at_barrier)[stamp.thread];
 }
 
-bool happens_before(const Stamp& stamp, uint32_t lanes, bool shared) {
+__attribute__((noinline)) bool ordered_within_warp_or_by_fences(const Stamp& stamp, uint32_t lanes,
+                                                                bool shared) {
     const ThreadClock& clock = clocks[self->index];
     if (stamp.block1 != block.linear + 1)
         return shared || covered(clock.acquired, stamp) || covered(block_acquired, stamp);
@@ -197,6 +205,14 @@ bool happens_before(const Stamp& stamp, uint32_t lanes, bool shared) {
         if ((lanes >> lane & 1) && lane != self->lane && stamp.clock >= clock.known[lane])
             return false;
     return true;
+}
+
+inline bool happens_before(const Stamp& stamp, uint32_t lanes, bool shared) {
+    if (stamp.block1 == block.linear + 1) {
+        if (stamp.interval != block.interval) return true;
+        if (stamp.who == one_thread && stamp.thread == self->index) return true;
+    }
+    return ordered_within_warp_or_by_fences(stamp, lanes, shared);
 }
 
 Stamp stamp_now(uint32_t where, bool atomic) {
@@ -215,12 +231,29 @@ void note_read(Cell& cell, const Stamp& now, bool shared) {
         return;
     }
     if (last.block1 != now.block1) {
-        cell.foreign_read = last;
+        foreign_reads[&cell] = last;
+        cell.read_elsewhere = true;
         last = now;
         cell.read_lanes = 1u << self->lane;
         return;
     }
     cell.read_lanes |= 1u << self->lane;
+    last.who = last.thread / warp_size == self->warp && last.who != several_warps ? one_warp
+                                                                                  : several_warps;
+}
+
+// The write becomes the cell's last one. Atomics that nothing orders are remembered together: each of
+// them races with a plain access, not only the last.
+void note_write(Cell& cell, const Stamp& now, bool shared) {
+    Stamp& last = cell.write;
+    bool joins = now.atomic && last.atomic && last.block1 == now.block1 &&
+                 !happens_before(last, cell.write_lanes, shared);
+    if (!joins) {
+        last = now;
+        cell.write_lanes = 1u << self->lane;
+        return;
+    }
+    cell.write_lanes |= 1u << self->lane;
     last.who = last.thread / warp_size == self->warp && last.who != several_warps ? one_warp
                                                                                   : several_warps;
 }
@@ -232,7 +265,11 @@ void split(Region& region, size_t index, unsigned shift) {
     Cell* cells = store.take(count);
     if (chunk.cells) {
         unsigned factor = chunk.shift - shift;
-        for (size_t i = 0; i < count; ++i) cells[i] = chunk.cells[i >> factor];
+        for (size_t i = 0; i < count; ++i) {
+            const Cell& from = chunk.cells[i >> factor];
+            cells[i] = from;
+            if (from.read_elsewhere) foreign_reads[&cells[i]] = foreign_reads[&from];
+        }
     }
     chunk = {cells, shift};
 }
@@ -260,72 +297,118 @@ void for_cells(Region& region, const char* address, size_t bytes, Visit visit) {
     }
 }
 
-[[noreturn]] void out_of_bounds(const char* address, size_t bytes, bool write, Place place) {
-    Region* region = find_region(address);
-    const char* verb = write ? "write" : "read";
-    if (region)
-        stop(memory_fault("out-of-bounds",
-                          std::string(verb) + " of " + std::to_string(bytes) +
-                              " bytes runs over the end of the buffer",
-                          place, region, address, bytes));
-    region = nearest_region(address);
-    if (!region)
-        stop(memory_fault("out-of-bounds", std::string(verb) + " outside every buffer", place,
-                          nullptr, address, bytes));
-    stop(memory_fault(
-        "out-of-bounds",
-        std::string(verb) + " of " + std::to_string(bytes) + " bytes outside every buffer", place,
-        region, address, bytes));
+// Whether an access to a strided tensor stays within one row.
+inline bool within_row(Region& region, const char* address, size_t bytes) {
+    if (!region.period || static_cast<size_t>(address - region.row) + bytes <= region.used)
+        return true;
+    size_t at = static_cast<size_t>(address - region.base) % region.period;
+    region.row = address - at;
+    return at + bytes <= region.used;
 }
 
-void judge(Region& region, const char* address, size_t bytes, unsigned access, Place place) {
-    bool write = access & access_write, atomic = access & access_atomic;
+inline bool aligned(const char* address, size_t bytes) {
+    bool power_of_two = !(bytes & (bytes - 1));
+    return !power_of_two || bytes > 16 || !(reinterpret_cast<uintptr_t>(address) & (bytes - 1));
+}
+
+// The rest of a judgement is rare. It is kept out of line: strings would make every thread's frame
+// large, and a block of threads has as many frames.
+struct Access {
+    Region& region;
+    const char* address;  // of the cell
+    size_t bytes;
+    bool write;
+    const Place& place;
+};
+
+__attribute__((noinline, cold)) void report_contents(const Access& access, Cell& cell) {
+    bool in_flight = cell.holds == pending;
+    std::string text = in_flight ? std::string(access.write ? "write to" : "read of") +
+                                       " bytes that a cp.async has not been waited for"
+                                 : "read of bytes that nothing has written";
+    Fault found = memory_fault(in_flight ? "pending-cp-async" : "uninitialised-read", text,
+                               access.place, &access.region, access.address, access.bytes);
+    if (in_flight)
+        found.other = {cell.write.block1 - 1, cell.write.thread, unpack(cell.write.where)};
+    record(std::move(found));
+    cell.holds = written;
+}
+
+__attribute__((noinline, cold)) void report_race(const Access& access, Cell& cell,
+                                                 const Stamp& with, bool after_write) {
+    std::string text = !after_write   ? "write after read"
+                       : access.write ? "write after write"
+                                      : "read after write";
+    text += with.block1 != block.linear + 1 ? " by another block, which nothing orders"
+                                            : " without a barrier between";
+    Fault found = memory_fault("race", std::move(text), access.place, &access.region,
+                               access.address, access.bytes);
+    found.other = {with.block1 - 1, with.thread, unpack(with.where)};
+    record(std::move(found));
+    cell.write = cell.read = Stamp{};
+    cell.read_elsewhere = false;
+}
+
+// End the launch for the rule that an access breaks.
+[[noreturn]] __attribute__((noinline, cold)) void refuse(Region* region, const char* address,
+                                                         size_t bytes, bool write,
+                                                         const Place& place) {
+    std::string verb = write ? "write" : "read";
+    std::string width = " of " + std::to_string(bytes) + " bytes";
+    if (!region) {
+        region = nearest_region(address);
+        stop(memory_fault("out-of-bounds", verb + (region ? width : "") + " outside every buffer",
+                          place, region, address, bytes));
+    }
+    if (address + bytes > region->base + region->bytes)
+        stop(memory_fault("out-of-bounds", verb + width + " runs over the end of the buffer", place,
+                          region, address, bytes));
+    if (!within_row(*region, address, bytes))
+        stop(memory_fault("out-of-bounds", verb + " between the rows of a strided tensor", place,
+                          region, address, bytes));
+    if (write && !region->writable)
+        stop(memory_fault("write-to-read-only", "the contract declares this argument `read`", place,
+                          region, address, bytes));
+    stop(memory_fault("misaligned",
+                      std::to_string(bytes) + "-byte access at an address that is " +
+                          std::to_string(reinterpret_cast<uintptr_t>(address) % bytes) +
+                          " bytes off a multiple of " + std::to_string(bytes),
+                      place, region, address, bytes));
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void refuse_more(const char* address, size_t bytes,
+                                                              const Place& place) {
+    stop(memory_fault("endless-loop",
+                      "the launch has made " + std::to_string(access_limit) +
+                          " memory accesses: it waits for something that never comes",
+                      place, nullptr, address, bytes));
+}
+
+void judge(Region& region, const char* address, size_t bytes, unsigned access, const Place& place) {
+    bool write = access & access_write, atomic = access & access_atomic, shared = region.shared;
+    bool blank = (!write || atomic) && region.contents == Contents::uninitialised;
     Stamp now = stamp_now(pack(place), atomic);
     for_cells(region, address, bytes, [&](Cell& cell, const char* at) {
-        if (cell.holds == pending && cell.write.block1) {
-            Fault found = memory_fault("pending-cp-async",
-                                       std::string(write ? "write to" : "read of") +
-                                           " bytes that a cp.async has not been waited for",
-                                       place, &region, at, bytes);
-            found.other = {cell.write.block1 - 1, cell.write.thread, unpack(cell.write.where)};
-            record(std::move(found));
-            cell.holds = written;
-        } else if ((!write || atomic) && cell.holds == as_region &&
-                   region.contents == Contents::uninitialised) {
-            record(memory_fault("uninitialised-read", "read of bytes that nothing has written",
-                                place, &region, at, bytes));
-            cell.holds = written;
-        }
-        const Stamp* with = nullptr;
+        if (cell.holds == pending ? cell.write.block1 != 0 : cell.holds == as_region && blank)
+            report_contents({region, at, bytes, write, place}, cell);
         if (cell.write.block1 && !(atomic && cell.write.atomic) &&
-            !happens_before(cell.write, 0, region.shared))
-            with = &cell.write;
-        bool after_write = with != nullptr;
-        if (!with && write) {
-            if (cell.read.block1 && !(atomic && cell.read.atomic) &&
-                !happens_before(cell.read, cell.read_lanes, region.shared))
-                with = &cell.read;
-            else if (cell.foreign_read.block1 && !(atomic && cell.foreign_read.atomic) &&
-                     !happens_before(cell.foreign_read, 0, region.shared))
-                with = &cell.foreign_read;
-        }
-        if (with) {
-            const char* text = !after_write ? "write after read"
-                               : write      ? "write after write"
-                                            : "read after write";
-            Fault found = memory_fault("race", std::string(text) + " without a barrier between",
-                                       place, &region, at, bytes);
-            if (with->block1 != now.block1)
-                found.message = std::string(text) + " by another block, which nothing orders";
-            found.other = {with->block1 - 1, with->thread, unpack(with->where)};
-            record(std::move(found));
-            cell.write = cell.read = cell.foreign_read = Stamp{};
+            !happens_before(cell.write, cell.write_lanes, shared)) {
+            report_race({region, at, bytes, write, place}, cell, Stamp(cell.write), true);
+        } else if (write && cell.read.block1) {
+            if (!(atomic && cell.read.atomic) &&
+                !happens_before(cell.read, cell.read_lanes, shared)) {
+                report_race({region, at, bytes, write, place}, cell, Stamp(cell.read), false);
+            } else if (cell.read_elsewhere) {
+                Stamp other = foreign_reads[&cell];
+                if (!(atomic && other.atomic) && !happens_before(other, 0, shared))
+                    report_race({region, at, bytes, write, place}, cell, other, false);
+            }
         }
         if (write) {
-            cell.write = now;
+            note_write(cell, now, shared);
             cell.holds = written;
         } else {
-            note_read(cell, now, region.shared);
+            note_read(cell, now, shared);
         }
         return true;
     });
@@ -356,6 +439,7 @@ void add_region(void* base, size_t bytes, size_t period, size_t used, Contents c
                 bool writable, bool shared, const char* name) {
     auto region = std::make_unique<Region>();
     region->base = static_cast<char*>(base);
+    region->row = region->base;
     region->bytes = bytes;
     region->period = period;
     region->used = used;
@@ -369,56 +453,52 @@ void add_region(void* base, size_t bytes, size_t period, size_t used, Contents c
     auto at = std::upper_bound(regions.begin(), regions.end(), region->base,
                                [](const char* a, const auto& other) { return a < other->base; });
     regions.insert(at, std::move(region));
-    last_region = nullptr;
+    forget_recent();
+}
+
+std::optional<RegionPart> region_part(const void* pointer) {
+    auto address = static_cast<const char*>(pointer);
+    const Region* region = find_region(address);
+    if (!region) region = nearest_region(address);
+    if (!region) return {};
+    return RegionPart{region->name, region->shared, region->bytes, address - region->base};
 }
 
 void forget_all_regions() {
     regions.clear();
-    last_region = nullptr;
+    forget_recent();
     cells_of_launch.clear();
     cells_of_block.clear();
+    foreign_reads.clear();
 }
 
 void forget_shared_regions() {
     regions.erase(std::remove_if(regions.begin(), regions.end(),
                                  [](const auto& region) { return region->shared; }),
                   regions.end());
-    last_region = nullptr;
+    forget_recent();
     cells_of_block.clear();
 }
 
-void check_access(const void* pointer, size_t bytes, unsigned access, Place place) {
-    if (!checking || !self || on_a_fiber_stack(pointer)) return;
-    auto address = static_cast<const char*>(pointer);
+__attribute__((noinline)) static void check_memory(const char* address, size_t bytes,
+                                                   unsigned access, const Place& place) {
     if (address >= __ehdr_start && address < _end) return;  // constants of the kernel's own library
     maybe_preempt();
-    if (accesses_left-- == 0)
-        stop(memory_fault("endless-loop",
-                          "the launch has made " + std::to_string(access_limit) +
-                              " memory accesses: it waits for something that never comes",
-                          place, nullptr, address, bytes));
+    if (accesses_left-- == 0) refuse_more(address, bytes, place);
     bool write = access & access_write;
     Region* region = find_region(address);
-    if (!region || address + bytes > region->base + region->bytes)
-        out_of_bounds(address, bytes, write, place);
-    if (region->period &&
-        static_cast<size_t>(address - region->base) % region->period + bytes > region->used)
-        stop(memory_fault(
-            "out-of-bounds",
-            std::string(write ? "write" : "read") + " between the rows of a strided tensor", place,
-            region, address, bytes));
-    if (write && !region->writable)
-        stop(memory_fault("write-to-read-only", "the contract declares this argument `read`", place,
-                          region, address, bytes));
-    bool power_of_two = bytes && !(bytes & (bytes - 1));
-    if (bytes <= 16 && power_of_two && reinterpret_cast<uintptr_t>(address) % bytes)
-        stop(memory_fault("misaligned",
-                          std::to_string(bytes) + "-byte access at an address that is " +
-                              std::to_string(reinterpret_cast<uintptr_t>(address) % bytes) +
-                              " bytes off a multiple of " + std::to_string(bytes),
-                          place, region, address, bytes));
+    if (!region || address + bytes > region->base + region->bytes ||
+        !within_row(*region, address, bytes) || (write && !region->writable) ||
+        !aligned(address, bytes))
+        refuse(region, address, bytes, write, place);
     judge(*region, address, bytes, access, place);
     if (access & access_atomic) note_atomic(address);
+}
+
+// Most accesses are to a thread's own stack and end here.
+void check_access(const void* pointer, size_t bytes, unsigned access, const Place& place) {
+    if (!checking || !self || on_a_fiber_stack(pointer)) return;
+    check_memory(static_cast<const char*>(pointer), bytes, access, place);
 }
 
 void misaligned_access(const void* pointer, size_t alignment, Place place) {
@@ -495,7 +575,10 @@ void checker_sync_warp(unsigned warp, unsigned lanes) {
         if (lanes >> lane & 1) memcpy(clocks[base + lane].known, known, sizeof known);
 }
 
-void checker_end_launch() { cells_of_launch.clear(); }
+void checker_end_launch() {
+    cells_of_launch.clear();
+    foreign_reads.clear();
+}
 
 void thread_fence() {
     if (!checking || !self) return;

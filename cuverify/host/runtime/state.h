@@ -35,6 +35,7 @@ struct alignas(64) Fiber : Thread {
     void* slot;
     std::vector<std::vector<AsyncCopy>> async_groups;
     std::vector<AsyncCopy> async_open;
+    void* kept;  // the address sanitizer's, while the fiber does not run
 };
 
 struct Block {
@@ -74,12 +75,31 @@ struct Fault {
     uint32_t bytes = 0;  // width of the access, 0 where none is concerned
 };
 extern std::vector<Fault> faults;
+// A fault as Python reads it.
+struct PlaceView {
+    char file[256];
+    int32_t line;
+    uint64_t pc;
+    uint32_t block, thread;
+};
+struct FaultView {
+    char kind[32];
+    char message[512];
+    PlaceView actor, other;
+    int32_t has_other, has_region, region_shared;
+    char region[64];
+    uint64_t region_bytes;
+    int64_t offset;
+    uint32_t bytes;
+};
 void clear_faults();
 bool faulted();
 Actor here(Place place);
 Place place_of(Site site);
 // Record a fault and go on; the same kind at the same pair of places is recorded once.
 void record(Fault fault);
+// The argument or shared array that holds an address, or the nearest one, and the byte in it.
+std::optional<RegionPart> region_part(const void* address);
 // Record a fault and end the launch.
 [[noreturn]] void stop(Fault fault);
 
@@ -95,7 +115,7 @@ bool on_a_fiber_stack(const void* address);
 // ---- checker (shadow.cpp) -----------------------------------------------------------------------
 enum Access : unsigned { access_read = 0, access_write = 1, access_atomic = 2 };
 extern bool checking;
-void check_access(const void* address, size_t bytes, unsigned access, Place place);
+void check_access(const void* address, size_t bytes, unsigned access, const Place& place);
 void checker_start_launch();
 void checker_start_block();
 void checker_barrier();

@@ -1,16 +1,10 @@
-"""Hypothesis strategies for the inputs of kernels that verify trees and move KV.
-
-They keep Hypothesis's own manners: bounds are keywords in min/max pairs, a bound that makes no
-sense is an `InvalidArgument` when an example is drawn, what is drawn prints readably, and examples
-shrink towards the smallest list of the lowest slots.
-"""
+"""Lists of moves between the slots of KV pools, legal ones and others."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import hypothesis
 import numpy as np
@@ -18,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from cuverify.reference.relocate import LEGAL, judge
+from cuverify.strategies.draws import often, pair, whole
 from cuverify.workload import RelocationBatch
 
-T = TypeVar("T")
 Fault = Literal["count", "source", "destination", "duplicate", "overlap"]
 
 FAULTS: tuple[Fault, ...] = ("count", "source", "destination", "duplicate", "overlap")
@@ -77,9 +71,9 @@ def relocation_batches(
     -------
     SearchStrategy of RelocationBatch
     """
-    _pair("slots", min_slots, max_slots, 1)
-    _pair("layers", min_layers, max_layers, 1)
-    _pair("rows", min_rows, max_slots if max_rows is None else max_rows, 0)
+    pair("slots", min_slots, max_slots, 1)
+    pair("layers", min_layers, max_layers, 1)
+    pair("rows", min_rows, max_slots if max_rows is None else max_rows, 0)
     if not row_bytes or any(size <= 0 or size % 16 for size in row_bytes):
         raise InvalidArgument(f"row_bytes={row_bytes!r} must be positive multiples of 16")
     if max_row_gap < 0 or max_row_gap % 16:
@@ -91,9 +85,9 @@ def relocation_batches(
     if needed > max_slots:
         raise InvalidArgument(f"min_rows={min_rows!r} does not fit into max_slots={max_slots!r}")
 
-    num_slots = draw(_often(max(min_slots, needed), max_slots))
+    num_slots = draw(often(max(min_slots, needed), max_slots))
     most = num_slots if allow_stays else num_slots // 2
-    rows = draw(_often(min_rows, most if max_rows is None else max(min_rows, min(max_rows, most))))
+    rows = draw(often(min_rows, most if max_rows is None else max(min_rows, min(max_rows, most))))
     fine = min(rows, _FINE_ROWS)
     stays = [draw(st.booleans()) for _ in range(fine)] if allow_stays else [False] * fine
     if rows + stays.count(False) + (rows - fine) > num_slots:
@@ -125,17 +119,17 @@ def relocation_batches(
             src[row] = dst[row] = src[staying[0]]
 
     size = draw(st.sampled_from(list(row_bytes)))
-    gap = 16 * draw(_often(0, max_row_gap // 16))
+    gap = 16 * draw(often(0, max_row_gap // 16))
     batch = RelocationBatch(
         num_slots=num_slots,
         src=np.concatenate([np.array(src, np.int64), src_more]),
         dst=np.concatenate([np.array(dst, np.int64), dst_more]),
         count=rows,
-        layers=draw(_often(min_layers, max_layers)),
+        layers=draw(often(min_layers, max_layers)),
         row_bytes=size,
         row_stride=size + gap,
     )
-    tail = draw(_often(0, max_tail))
+    tail = draw(often(0, max_tail))
     # A list of length 0 has no address; a captured step always has room for a row.
     return batch.padded(max(1, rows + tail), seed=draw(st.integers(0, 3)))
 
@@ -170,7 +164,7 @@ def faulty_relocation_batches(
     -------
     SearchStrategy of RelocationBatch
     """
-    _pair("faults", min_faults, max_faults, 1)
+    pair("faults", min_faults, max_faults, 1)
     unknown = sorted(set(faults) - set(FAULTS))
     if unknown or not faults:
         raise InvalidArgument(f"faults={faults!r} must be chosen from {FAULTS!r}")
@@ -179,12 +173,12 @@ def faulty_relocation_batches(
     batch = draw(relocation_batches(**bounds))
     src, dst, count = batch.src.copy(), batch.dst.copy(), batch.count
     for _ in range(draw(st.integers(min_faults, max_faults))):
-        row = draw(_often(0, batch.count - 1))
-        other = (row + draw(_often(1, batch.count - 1))) % batch.count
+        row = draw(often(0, batch.count - 1))
+        other = (row + draw(often(1, batch.count - 1))) % batch.count
         fault = draw(st.sampled_from(list(faults)))
         if fault == "count":
             count = draw(
-                st.one_of(_often(1, 2**31).map(int.__neg__), _often(batch.capacity + 1, 2**31 - 1))
+                st.one_of(often(1, 2**31).map(int.__neg__), often(batch.capacity + 1, 2**31 - 1))
             )
         elif fault == "source":
             src[row] = draw(_outside(batch.num_slots))
@@ -199,42 +193,6 @@ def faulty_relocation_batches(
     return replace(batch, src=src, dst=dst, count=count, kind="faulty")
 
 
-def drawn(strategy: st.SearchStrategy[T], number: int, *, seed: int = 0) -> list[T]:
-    """Return examples of a strategy, the same ones for the same seed: for checks and benchmarks.
-
-    Parameters
-    ----------
-    strategy : SearchStrategy
-        What to draw from.
-    number : int
-        How many examples; fewer come where the strategy has no more.
-    seed : int
-        Which ones.
-
-    Returns
-    -------
-    list
-    """
-    if number < 1:
-        return []
-    examples: list[T] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=number,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(strategy)
-    def collect(example: T) -> None:
-        examples.append(example)
-
-    collect()
-    return examples
-
-
 class _Slots:
     """Draws slots without replacement; the first and the last one are often drawn first."""
 
@@ -246,7 +204,7 @@ class _Slots:
     def take(self) -> int:
         if self._first:
             return self._left.pop(self._first.pop(0) and len(self._left) - 1)
-        return self._left.pop(self._draw(_whole(len(self._left) - 1)))
+        return self._left.pop(self._draw(whole(len(self._left) - 1)))
 
     def take_many(self, number: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if not number:
@@ -259,25 +217,7 @@ class _Slots:
 _ENDS: st.SearchStrategy[Sequence[int]] = st.sampled_from([(), (0, 1), (1, 0), (1, 1)])
 
 
-@functools.lru_cache(maxsize=1024)
-def _whole(high: int) -> st.SearchStrategy[int]:
-    return st.integers(0, high)
-
-
-@functools.lru_cache(maxsize=1024)
-def _often(low: int, high: int) -> st.SearchStrategy[int]:
-    """Return the bounds about as often as all the rest, and shrink towards the lower one."""
-    return st.one_of(st.sampled_from([low, high]), st.integers(low, high))
-
-
 def _outside(num_slots: int) -> st.SearchStrategy[int]:
     """Return slots that a pool does not have, just beside it or far away."""
     edges = [-1, num_slots, num_slots + 31, 2**31, -(2**31), 2**32, 2**63 - 1, -(2**63)]
     return st.sampled_from([edge for edge in edges if not 0 <= edge < num_slots])
-
-
-def _pair(what: str, low: int, high: int, least: int) -> None:
-    if low < least:
-        raise InvalidArgument(f"min_{what}={low!r} must be at least {least}")
-    if high < low:
-        raise InvalidArgument(f"max_{what}={high!r} is below min_{what}={low!r}")

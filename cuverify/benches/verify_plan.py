@@ -1,0 +1,89 @@
+"""How long a verify step's plan takes: cutting the work, and gathering the index list.
+
+Once a step, not once a layer. Batches as a server has them, with lengths between an eighth of the
+longest and all of it; in one replayed graph, with a cold L2 cache. The floor is reading lengths and
+tables and writing plan and list at copy speed; for so little work it is the launch that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cuverify.bench import copy_floor_us, gated, time_graph
+
+SHAPES = (
+    (1, 1024, 8),
+    (1, 184_320, 64),
+    (16, 16_384, 33),
+    (64, 16_384, 17),
+    (256, 4096, 17),
+)
+"""Requests, rows of the longest prefix, nodes of each tree."""
+
+REPEATS = 100
+
+
+def run(device: str) -> list[dict[str, Any]]:
+    """Time plans on a GPU; nothing on a CPU, where the host lane says nothing about speed."""
+    if device != "cuda":
+        return []
+    records: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        records.extend(_plan(*shape))
+    return records
+
+
+def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of one shape."""
+    from cuverify.cases.verify_plan import PlanBatch, VerifyPlanStep
+    from cuverify.kv_layout import KvLayout
+    from cuverify.validators.compare import compare_all, host_array
+
+    rng = np.random.default_rng([requests, longest])
+    lens = rng.integers(longest // 8, longest + 1, requests)
+    lens[0] = longest
+    layout = KvLayout.build(
+        seq_lens=lens, tree_tokens=tree_tokens, placement="scattered", stale_tail=False, rng=rng
+    )
+    batch = PlanBatch.of_layout(layout, 8, "int32")
+    step = VerifyPlanStep(batch, "torch-cuda")
+    expected = step.expected()
+    shape = {
+        "batch": requests,
+        "longest": longest,
+        "tree": tree_tokens,
+        "ctas": len(step.workspace.cta_work),
+        "entries": int(np.count_nonzero(expected["work"][:, 0] >= 0)),
+    }
+    plan_bytes = (
+        sum(array.nbytes for name, array in expected.items() if name != "kv_indices")
+        + 12 * requests
+    )
+    list_bytes = 2 * expected["kv_indices"].nbytes
+
+    def check() -> str | None:
+        step.refill(batch)
+        step.poison()
+        step()
+        outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
+        wrong = compare_all(outputs, expected)
+        return str(wrong[0]) if wrong else None
+
+    gather = step.plan.gather
+    assert gather is not None
+    for op, call, moved in (
+        ("verify_plan", step.plan, plan_bytes + list_bytes),
+        ("verify_plan, cutting only", step.plan.make, plan_bytes),
+        ("verify_plan, index list only", gather, list_bytes),
+    ):
+        yield gated(
+            op,
+            shape,
+            check=check,
+            timing=lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
+            floor_us=copy_floor_us(moved),
+            bytes=moved,
+        )

@@ -1,0 +1,441 @@
+"""The check case of `verify_attention`: a whole verify step, planned and attended by one graph.
+
+Pools hold NaN wherever nobody may read, outputs have guard columns between their rows, and the
+index list is made by the plan from the request-to-token table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuverify.errors import CaseError
+from cuverify.reference import verify_attention as oracle
+from cuverify.static_buffers import fill, static_buffer, write
+from cuverify.tolerances import attention_bounds
+from cuverify.validators.compare import Bounded
+from cuverify.verify_batch import VerifyBatch
+
+if TYPE_CHECKING:
+    from cuverify.cases import Target
+    from cuverify.kernel import Kernel
+    from cuverify.verify_batch import DraftSource, IndexType
+    from cuverify.workload import FreeOrder, RequestLengths
+
+NUMPY_FLOPS = 10e9
+"""Operations of a batch beyond which the oracle is torch on the GPU, where there is one."""
+
+_NAN = float("nan")
+_HOST_CTAS = 4
+_GUARD = 8  # columns behind each token's outputs; nobody may write them
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Sizes of the buffers that several batches share.
+
+    Attributes
+    ----------
+    requests, tokens, slots, listed, words : int
+        B, N, slots of the pool, length of the index list, visibility words of a token.
+    table : tuple of int
+        Rows and width of the request-to-token table.
+    """
+
+    requests: int
+    tokens: int
+    slots: int
+    listed: int
+    words: int
+    table: tuple[int, int]
+
+    @classmethod
+    def of(cls, batches: Iterable[VerifyBatch]) -> Capacity:
+        """Return what holds the largest of some batches, each filled up with padded requests."""
+        batches = list(batches)
+        requests = max(batch.num_requests for batch in batches)
+        tables = [batch.layout.req_to_token.shape for batch in batches]
+        return cls(
+            requests,
+            max(batch.num_tokens + requests - batch.num_requests for batch in batches),
+            max(batch.layout.num_slots for batch in batches),
+            max(
+                int(batch.layout.seq_lens.sum()) + requests - batch.num_requests
+                for batch in batches
+            ),
+            max(batch.num_words for batch in batches),
+            (max(rows for rows, _ in tables), max(width for _, width in tables)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SizedBatch:
+    """A batch and the sizes of the buffers that it comes in."""
+
+    batch: VerifyBatch
+    capacity: Capacity
+
+    def __repr__(self) -> str:
+        return repr(self.batch)
+
+
+class VerifyAttentionStep:
+    """A verify step with buffers of its own, on the host lane or on the current CUDA device.
+
+    Parameters
+    ----------
+    sized : SizedBatch
+        Its capacity and the kind of its batch (heads, columns, types, scale, where drafts come
+        from) are the step's for good.
+    xp : {"numpy", "torch-cuda"}
+        Where the buffers are.
+    num_ctas : int, optional
+        Blocks that attend.
+    plan_values, values : mapping of str to int, optional
+        `-D` values of the kernels.
+    """
+
+    def __init__(
+        self,
+        sized: SizedBatch,
+        xp: Target,
+        *,
+        num_ctas: int | None = None,
+        plan_values: Mapping[str, int] | None = None,
+        values: Mapping[str, int] | None = None,
+    ) -> None:
+        from cuverify.ops.verify_attention import VerifyAttention
+        from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+
+        batch, size = sized.batch, sized.capacity
+        self.size, self.kind, self.xp = size, _kind(batch), xp
+        self._batch = batch
+        heads, latent, width = batch.heads, batch.latent, batch.width
+        self.seq_lens = static_buffer(xp, (size.requests,), "int64")
+        self.qo_indptr = static_buffer(xp, (size.requests + 1,), "int32")
+        self.req_pool_indices = static_buffer(xp, (size.requests,), "int64")
+        self.req_to_token = static_buffer(xp, size.table, "int32")
+        self.kv_indices = static_buffer(xp, (size.listed,), batch.index_dtype)
+        # a gap behind each token's queries, too, as in a tensor that holds more than them
+        self._queries = static_buffer(xp, (size.tokens, heads * width + batch.row_gap), "bf16")
+        self.q = self._queries[:, : heads * width].reshape(size.tokens, heads, width)
+        self._pool = static_buffer(xp, (size.slots, width + batch.row_gap), "bf16")
+        self.pool = self._pool[:, :width]
+        self.visible = static_buffer(xp, (size.tokens, size.words), "uint64")
+        drafts: dict[str, Any] = {}
+        if batch.draft_source == "slots":
+            self.out_cache_loc = static_buffer(xp, (size.tokens,), "int64")
+            drafts["out_cache_loc"] = self.out_cache_loc
+        else:
+            self._draft_kv = static_buffer(xp, (size.tokens, width + batch.row_gap), "bf16")
+            self.draft_kv = self._draft_kv[:, :width]
+            drafts["draft_kv"] = self.draft_kv
+        self._storage = static_buffer(xp, (size.tokens, heads * latent + _GUARD), "bf16")
+        self.out = self._storage[:, :-_GUARD].reshape(size.tokens, heads, latent)
+        self.lse = static_buffer(xp, (size.tokens, heads), "float32")
+        self.plan = VerifyPlan(
+            self.seq_lens,
+            self.qo_indptr,
+            heads=heads,
+            max_tokens=size.tokens,
+            max_tree_tokens=64 * size.words,
+            workspace=PlanWorkspace.allocate(
+                self.seq_lens,
+                max_batch=size.requests,
+                max_tokens=size.tokens,
+                heads=heads,
+                num_ctas=num_ctas,
+            ),
+            kv_indices=self.kv_indices,
+            req_to_token=self.req_to_token,
+            req_pool_indices=self.req_pool_indices,
+            values=plan_values,
+        )
+        self.attend = VerifyAttention(
+            self.q,
+            self.pool,
+            self.out,
+            self.lse,
+            plan=self.plan,
+            visible=self.visible,
+            sm_scale=batch.sm_scale,
+            values=values,
+            **drafts,
+        )
+        self.refill(sized)
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """Outputs, log-sum-exps, and the guards between the outputs' rows."""
+        return {"out": self.out, "lse": self.lse, "guards": self._storage[:, -_GUARD:]}
+
+    def refill(self, sized: SizedBatch) -> None:
+        """Write another batch, filled up with padded requests; what is behind it becomes stale."""
+        batch = sized.batch
+        if _kind(batch) != self.kind:
+            raise CaseError(f"{batch} is of kind {_kind(batch)}, not {self.kind}")
+        self._fits(Capacity.of([batch]))
+        filled = _filled(batch, self.size.requests)
+        self._batch = filled
+        layout, arrays = filled.layout, kernel_inputs(filled, self.size.words)
+        write(self.seq_lens, layout.seq_lens)
+        write(self.qo_indptr, layout.qo_indptr())
+        write(self.req_pool_indices, layout.req_pool_indices)
+        fill(self.req_to_token, _NO_SLOT)
+        write(self.req_to_token, layout.req_to_token)
+        fill(self.kv_indices, _NO_SLOT)
+        fill(self._queries, _NAN)
+        write(self.q, arrays["q"])
+        fill(self._pool, _NAN)
+        write(self.pool, arrays["pool"])
+        fill(self.visible, -1 if self.visible.dtype != np.uint64 else 2**64 - 1)
+        write(self.visible, arrays["visible"])
+        if batch.draft_source == "slots":
+            fill(self.out_cache_loc, _NO_SLOT)
+            write(self.out_cache_loc, layout.out_cache_loc)
+        else:
+            fill(self._draft_kv, _NAN)
+            write(self.draft_kv, arrays["draft_kv"])
+
+    def __call__(self) -> None:
+        """Plan the step and attend."""
+        self.plan()
+        self.attend()
+
+    def poison(self) -> None:
+        """Fill outputs, guards and scratch with NaN."""
+        scratch = self.attend.workspace
+        for buffer in (self._storage, self.lse, scratch.partial_out, scratch.partial_lse):
+            fill(buffer, _NAN)
+
+    def expected(self) -> dict[str, Bounded]:
+        """Return what the oracle makes of the present batch; rows of no request stay poisoned."""
+        right = _reference(self._batch, self.size.words, self.xp)
+        out = np.full(tuple(self.out.shape), np.nan)
+        lse = np.full(tuple(self.lse.shape), np.nan)
+        atol, rms, lse_atol = np.zeros((*lse.shape, 1)), np.zeros(lse.shape), np.zeros(lse.shape)
+        tokens = slice(self._batch.num_tokens)
+        out[tokens], atol[tokens], rms[tokens] = _parts(right["out"])
+        lse[tokens], lse_atol[tokens], _ = _parts(right["lse"])
+        return {
+            "out": Bounded(out, atol, rms),
+            "lse": Bounded(lse, lse_atol),
+            "guards": Bounded(np.full((len(out), _GUARD), np.nan), 0.0),
+        }
+
+    def _fits(self, need: Capacity) -> None:
+        size = self.size
+        fits = (
+            need.requests <= size.requests
+            and need.tokens + size.requests - need.requests <= size.tokens
+            and need.listed + size.requests - need.requests <= size.listed
+            and need.slots <= size.slots
+            and need.words <= size.words
+            and all(n <= m for n, m in zip(need.table, size.table, strict=True))
+        )
+        if not fits:
+            raise CaseError(f"a batch of {need} does not fit buffers of {size}")
+
+
+class VerifyAttentionCase:
+    """See `cuverify.cases.CheckCase`."""
+
+    name = "verify_attention"
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Return both kernels for 8 heads and indices of 32 bits, and for 16 and 64."""
+        from cuverify.ops.verify_attention import verify_attention_kernels
+
+        return [
+            *verify_attention_kernels(),
+            *verify_attention_kernels(HEADS=16, KV_INDEX="long long"),
+        ]
+
+    def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, SizedBatch]]:
+        """Yield drawn batches with few columns, and real ones with all of them.
+
+        The host lane attends to about a quarter of a million pairs of rows a second under the
+        checkers, and each batch is run four times: the real ones have a million pairs in all.
+        """
+        from cuverify.strategies import drawn, verify_batches
+        from cuverify.verify_workload import real_verify_batches
+
+        halves: tuple[tuple[int, IndexType, int], ...] = (
+            (8, "int32", -(-examples // 2)),
+            (16, "int64", examples // 2),
+        )
+        for heads, index, number in halves:
+            strategy = verify_batches(
+                max_requests=3,
+                max_tree_tokens=20,
+                heads=(heads,),
+                index_dtypes=(index,),
+                widths=((64, 16),),
+            )
+            yield from _alone(f"drawn, H {heads}", drawn(strategy, number, seed=seed + heads))
+        for tree_tokens, heads, requests in ((8, 8, 4), (17, 8, 3), (33, 16, 1), (65, 8, 1)):
+            real = real_verify_batches(
+                8192,
+                requests=requests,
+                tree_tokens=tree_tokens,
+                steps=1,
+                padded=1,
+                heads=heads,
+                seed=seed,
+            )
+            apart: DraftSource = "separate" if tree_tokens % 4 == 1 else "slots"
+            batches = [replace(batch, draft_source=apart, row_gap=8) for batch in real]
+            yield from _alone(f"real, T {tree_tokens}, H {heads}", batches)
+
+    def device_batches(
+        self, *, seed: int = 0, examples: int = 300
+    ) -> Iterator[tuple[str, SizedBatch]]:
+        """Yield `examples` drawn batches and 20 real ones, in groups that share buffers."""
+        from cuverify.strategies import drawn, verify_batches
+
+        kinds: tuple[tuple[int, IndexType, DraftSource, int, tuple[int, int]], ...] = (
+            (8, "int32", "slots", 0, (512, 64)),
+            (16, "int32", "separate", 8, (512, 64)),
+            (8, "int64", "separate", 0, (512, 64)),
+            (16, "int64", "slots", 56, (512, 64)),
+            (8, "int32", "slots", 8, (64, 16)),
+        )
+        for number, (heads, index, source, gap, width) in enumerate(kinds):
+            kind: dict[str, Any] = {
+                "heads": (heads,),
+                "index_dtypes": (index,),
+                "draft_sources": (source,),
+                "row_gaps": (gap,),
+                "widths": (width,),
+            }
+            name = f"drawn, H {heads}, {width[0]} columns, {index}, drafts from {source}"
+            # many small batches and a few large ones, each in buffers of their size
+            share = examples * (number + 1) // len(kinds) - examples * number // len(kinds)
+            large = share // 5
+            strategy = verify_batches(
+                max_requests=5, max_seq_len=600, max_tree_tokens=65, num_slots=4096, **kind
+            )
+            yield from _grouped(name, drawn(strategy, share - large, seed=seed + number))
+            strategy = verify_batches(
+                max_requests=8,
+                max_seq_len=6000,
+                max_tree_tokens=256,
+                max_padded=8,
+                num_slots=65_536,
+                **kind,
+            )
+            yield from _grouped(f"{name}, large", drawn(strategy, large, seed=seed + number))
+        for kind_of, batches in _real_groups(seed):
+            yield from _grouped(f"real, {kind_of}", batches)
+
+    def step(self, sized: SizedBatch, xp: Target) -> VerifyAttentionStep:
+        """Return a step whose buffers have the batch's capacity."""
+        return VerifyAttentionStep(sized, xp, num_ctas=_HOST_CTAS if xp == "numpy" else None)
+
+
+CASE = VerifyAttentionCase()
+
+
+def _real_groups(seed: int) -> Iterator[tuple[str, list[VerifyBatch]]]:
+    """Yield ten groups of two real batches: from 180,000 rows of prefix to 64 short requests."""
+    from cuverify.verify_workload import long_requests, real_verify_batches
+
+    long = long_requests(180_000, shortest=170_000)
+    middle = long_requests(60_000, shortest=10_000)
+    many = long_requests(20_000, shortest=8_000)
+    groups: tuple[tuple[int, int, int, int, int, RequestLengths | None, FreeOrder], ...] = (
+        (760_000, 1, 0, 8, 8, long, "fifo"),
+        (760_000, 1, 0, 64, 16, long, "lifo"),
+        (760_000, 2, 1, 17, 8, long, "sorted"),
+        (400_000, 4, 0, 33, 8, middle, "fifo"),
+        (400_000, 8, 2, 16, 16, middle, "lifo"),
+        (400_000, 2, 0, 256, 8, middle, "fifo"),
+        (60_000, 12, 4, 65, 8, None, "fifo"),
+        (60_000, 8, 0, 129, 16, None, "lifo"),
+        (120_000, 48, 16, 17, 8, None, "sorted"),
+        (900_000, 64, 0, 8, 16, many, "fifo"),
+    )
+    for slots, requests, padded, tree_tokens, heads, lengths, free_list in groups:
+        batches = real_verify_batches(
+            slots,
+            requests=requests,
+            tree_tokens=tree_tokens,
+            heads=heads,
+            padded=padded,
+            lengths=lengths,
+            free_list=free_list,
+            seed=seed,
+        )
+        # one kind of drafts a group, so that one graph can be replayed on both
+        source: DraftSource = "separate" if padded % 3 == 1 else "slots"
+        name = f"B {requests + padded}, T {tree_tokens}, H {heads}"
+        yield name, [replace(batch, draft_source=source) for batch in batches]
+
+
+def _kind(batch: VerifyBatch) -> tuple[Any, ...]:
+    """Return what a step cannot change after it was made."""
+    return (
+        batch.heads,
+        batch.latent,
+        batch.rope,
+        batch.sm_scale,
+        batch.draft_source,
+        batch.index_dtype,
+        batch.row_gap,
+    )
+
+
+def _alone(kind: str, batches: Sequence[VerifyBatch]) -> Iterator[tuple[str, SizedBatch]]:
+    for number, batch in enumerate(batches):
+        yield f"{kind}, {number}", SizedBatch(batch, Capacity.of([batch]))
+
+
+def _grouped(kind: str, batches: Sequence[VerifyBatch]) -> Iterator[tuple[str, SizedBatch]]:
+    if not batches:
+        return
+    size = Capacity.of(batches)
+    for number, batch in enumerate(batches):
+        yield f"{kind}, {number}", SizedBatch(batch, size)
+
+
+# A batch comes back several times: captured, replayed, replayed again behind others. The caches
+# know it by what it is, not by what it holds.
+@functools.lru_cache(maxsize=16)
+def _filled(batch: VerifyBatch, requests: int) -> VerifyBatch:
+    return batch.with_requests(requests)
+
+
+@functools.lru_cache(maxsize=4)
+def kernel_inputs(batch: VerifyBatch, words: int) -> dict[str, Any]:
+    """Return what attention reads of a batch, as the oracle takes it; nobody writes into it.
+
+    Parameters
+    ----------
+    batch : VerifyBatch
+    words : int
+        Visibility words of a token.
+    """
+    return {**batch.oracle_arguments(), "visible": batch.visible(words)}
+
+
+@functools.lru_cache(maxsize=4)
+def _reference(batch: VerifyBatch, words: int, xp: Target) -> dict[str, Bounded]:
+    from cuverify import torch_oracle
+
+    device = "cpu" if xp == "numpy" else "cuda"
+    arguments = kernel_inputs(batch, words)
+    if xp == "numpy" or batch.flops <= NUMPY_FLOPS:
+        exact = oracle.verify_attention(**arguments)
+    else:
+        exact = torch_oracle.verify_attention(**arguments, device=device)
+    return attention_bounds(exact, torch_oracle.baseline_attention(**arguments, device=device))
+
+
+def _parts(bounds: Bounded) -> tuple[NDArray[Any], Any, Any]:
+    return bounds.values, bounds.atol, bounds.rms

@@ -1,0 +1,351 @@
+"""Attention of draft trees over a latent KV cache, by a plan that was made on the device.
+
+One `VerifyPlan` serves all layers of a step; each layer has a `VerifyAttention` of its own, and all
+of them may share one `AttentionWorkspace`, since they run one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cuverify.arguments import Tensor, device_of
+from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.errors import ArgumentError
+from cuverify.kernel import Kernel
+from cuverify.ops.verify_plan import (
+    ROW_TILE,
+    VerifyPlan,
+    index_ctype,
+    multiprocessors,
+    number_of,
+    plan_workspace,
+)
+from cuverify.sources import KernelSource
+
+MAX_WORDS = 4
+"""Most visibility words of a tree token: 256 tokens."""
+
+_THREADS = 256
+_PIECE = 8  # elements of a 16-byte access
+_HOST_COMBINE_CTAS = 2
+_COMBINE_CTAS_PER_MULTIPROCESSOR = 4
+
+
+def verify_workspace(
+    max_batch: int, max_tokens: int, heads: int, num_ctas: int, *, latent: int = 512
+) -> dict[str, Buffer]:
+    """Return all buffers that a verify step needs besides its inputs and outputs.
+
+    Parameters
+    ----------
+    max_batch : int
+        Most requests of a step, padded ones included.
+    max_tokens : int
+        Most tree tokens of all requests together.
+    heads : int
+        Query heads of this rank, a multiple of 8.
+    num_ctas : int
+        Blocks that run `verify_partials`.
+    latent : int
+        Columns of an output row.
+
+    Returns
+    -------
+    dict of str to Buffer
+        The fields of `PlanWorkspace` and of `AttentionWorkspace`.
+    """
+    plan = plan_workspace(max_batch, max_tokens, heads, num_ctas)
+    return plan | _partials(plan["work"].shape[0], num_ctas, latent)
+
+
+def _partials(max_work: int, num_ctas: int, latent: int) -> dict[str, Buffer]:
+    # A cut gives at most two slots for each block beside it, and no entry has more than one.
+    slots = min(2 * num_ctas, max_work)
+    return {
+        "partial_out": Buffer((slots, ROW_TILE, latent), "bf16"),
+        "partial_lse": Buffer((slots, ROW_TILE), "float32"),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWorkspace:
+    """Room for the partials of row tiles that are cut, sized by `verify_workspace`.
+
+    Its contents mean nothing before and after a call.
+
+    Attributes
+    ----------
+    partial_out : tensor of bfloat16, shape (slots, 64, latent)
+        Normalised outputs of one piece.
+    partial_lse : tensor of float32, shape (slots, 64)
+        Their log-sum-exps, to base 2.
+    """
+
+    partial_out: Any
+    partial_lse: Any
+
+    @classmethod
+    def allocate(cls, like: Any, *, plan: VerifyPlan, latent: int = 512) -> AttentionWorkspace:
+        """Return new buffers for a plan, of the library and on the device of the tensor `like`."""
+        work = plan_workspace(plan.batch, plan.max_tokens, plan.heads, plan.num_ctas)["work"]
+        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
+
+
+class VerifyAttention:
+    """One layer's verify attention, all checks done; calling it launches.
+
+    Make it before a capture. All tensors may change in place between calls.
+
+    Parameters
+    ----------
+    q : tensor of bfloat16, shape (N, H, latent + rope), or a pair
+        Queries in absorbed form, latent columns first; or ``(q_latent, q_rope)``. Any strides that
+        are multiples of 8 elements between tokens and heads. Read only.
+    kv : tensor of bfloat16, shape (slots, latent + rope) or (slots, 1, latent + rope)
+        The pool; any row stride that is a multiple of 8 elements. Values are the first `latent`
+        columns. Read only.
+    out : tensor of bfloat16, shape (N, H, latent)
+        Written; any stride between tokens that is a multiple of 8 elements.
+    lse : tensor of float32, shape (N, H)
+        Natural logarithm of the sum of exponentials of each row's scores. Written; -inf where a row
+        sees nothing, whose output is 0.
+    plan : VerifyPlan
+        Whose last call describes the step. It must have `kv_indices`, and up to N tokens.
+    visible : tensor of uint64, shape (N, W)
+        Bit k of word w of row i: token i sees token 64 w + k of its own tree. 64 W bits hold the
+        plan's largest tree. Read only.
+    sm_scale : float
+        Factor of the scores; not derived from the columns.
+    out_cache_loc : tensor of int64, shape (N,), optional
+        Slots of the tree tokens. Read only.
+    draft_kv : tensor of bfloat16, shape (N, latent + rope), optional
+        Rows of the tree tokens, instead of `out_cache_loc`; row stride as for `kv`. Read only.
+    workspace : AttentionWorkspace, optional
+        The caller's buffers; of the layer's own if absent.
+    combine_ctas : int, optional
+        Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
+    values : mapping of str to int, optional
+        `-D` values of kernels_cu/verify_attention.cu, such as ``{"STAGES": 5}``.
+
+    Attributes
+    ----------
+    partials, combine : BoundLaunch
+        The two launches of a call.
+    heads, latent, rope, tokens : int
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument and its value.
+
+    Notes
+    -----
+    A slot outside the pool is never read: query rows that see it become NaN. Rows of `out` and
+    `lse` that belong to no request of the plan are left alone, all rows where the plan is empty.
+
+    Examples
+    --------
+    >>> attend = VerifyAttention(q, kv, out, lse, plan=plan, visible=visible,
+    ...                          sm_scale=0.1, out_cache_loc=slots)          # doctest: +SKIP
+    >>> plan(); attend()                                                     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        kv: Any,
+        out: Any,
+        lse: Any,
+        *,
+        plan: VerifyPlan,
+        visible: Any,
+        sm_scale: float,
+        out_cache_loc: Any = None,
+        draft_kv: Any = None,
+        workspace: AttentionWorkspace | None = None,
+        combine_ctas: int | None = None,
+        values: Mapping[str, int] | None = None,
+    ) -> None:
+        if plan.kv_indices is None:
+            raise ArgumentError("plan", plan, "has no kv_indices: give them to VerifyPlan")
+        if (out_cache_loc is None) == (draft_kv is None):
+            raise ArgumentError(
+                "draft_kv",
+                draft_kv,
+                "wants either this or out_cache_loc, where the trees' rows are",
+            )
+        if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+            raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
+        outputs = {"out": tensor_of("out", out), "lse": tensor_of("lse", lse)}
+        tokens, heads, latent = _output_shape(outputs["out"])
+        if heads != plan.heads:
+            raise wrong(outputs["out"], f"has {heads} heads, the plan is for {plan.heads}")
+        if tokens < plan.max_tokens:
+            reason = f"has {tokens} tokens, the plan is for up to {plan.max_tokens}"
+            raise wrong(outputs["out"], reason)
+        queries = _queries(q, latent)
+        rope = _columns(queries[1])
+        pool = _rows_of("kv", kv, latent + rope)
+        inputs = [*queries, pool, tensor_of("visible", visible)]
+        _check_words(inputs[-1], plan.max_tree_tokens)
+        draft = None
+        if draft_kv is not None:
+            draft = _rows_of("draft_kv", draft_kv, latent + rope)
+            inputs.append(draft)
+        else:
+            inputs.append(tensor_of("out_cache_loc", out_cache_loc))
+        if workspace is None:
+            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent)
+        held = {
+            f"workspace.{field.name}": tensor_of(
+                f"workspace.{field.name}", getattr(workspace, field.name)
+            )
+            for field in fields(workspace)
+        }
+        work = plan_workspace(plan.batch, plan.max_tokens, heads, plan.num_ctas)["work"]
+        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        check_workspace(held, sizes, f"{work.shape[0]} entries of work on {plan.num_ctas} blocks")
+        planned = [
+            *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
+              for f in fields(plan.workspace)),
+            tensor_of("plan.kv_indptr", plan.kv_indptr),
+            tensor_of("plan.kv_indices", plan.kv_indices),
+            tensor_of("plan.qo_indptr", plan.qo_indptr),
+        ]  # fmt: skip
+        written = [*outputs.values(), *held.values()]
+        device = device_of([*written, *inputs, *planned])
+        for tensor in (*inputs, *outputs.values()):
+            if tensor.shape[0] != tokens and tensor is not pool:
+                raise wrong(tensor, f"has {tensor.shape[0]} rows, out has {tokens} tokens")
+        refuse_overlap(written, [*inputs, *planned])
+
+        self.plan = plan
+        self.workspace = workspace
+        self.tokens, self.heads, self.latent, self.rope = tokens, heads, latent, rope
+        chosen: dict[str, int | str] = {
+            "HEADS": heads,
+            "LATENT": latent,
+            "ROPE": rope,
+            "KV_INDEX": index_ctype(planned[-2]),
+            "QO_INDEX": index_ctype(planned[-1]),
+        }
+        partials, combine = verify_attention_kernels(**{**chosen, **(values or {})})
+        strides = [stride for tensor in queries for stride in tensor.strides[:2]]
+        out_stride = outputs["out"].strides[0]
+        buffers = plan.workspace
+        self.partials = partials.bind(
+            plan.num_ctas, _THREADS,
+            queries[0].owner, queries[1].owner, *strides, float(sm_scale),
+            pool.owner, pool.strides[0], pool.shape[0], plan.kv_indptr, plan.kv_indices,
+            None if draft is None else draft.owner, 0 if draft is None else draft.strides[0],
+            out_cache_loc, plan.qo_indptr, visible, inputs[3].shape[1],
+            buffers.work, buffers.cta_work, workspace.partial_out, workspace.partial_lse,
+            out, out_stride, lse,
+        )  # fmt: skip
+        self.combine = combine.bind(
+            _combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
+            workspace.partial_out, workspace.partial_lse,
+            buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
+            plan.num_ctas, plan.qo_indptr, out, out_stride, lse,
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        """Attend: two launches on torch's current stream, after the plan's."""
+        self.partials()
+        self.combine()
+
+
+def verify_attention_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
+    """Return `verify_partials` and `verify_combine` with these `-D` values."""
+    return _kernels(tuple(sorted(values.items())))
+
+
+@functools.cache
+def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
+    source = KernelSource.from_package("verify_attention", values=dict(values))
+    return Kernel(source, "verify_partials"), Kernel(source, "verify_combine")
+
+
+def _output_shape(out: Tensor) -> tuple[int, int, int]:
+    if len(out.shape) != 3 or 0 in out.shape:
+        raise wrong(
+            out, f"has shape {list(out.shape)}; wants [tokens, heads, latent], none of them 0"
+        )
+    tokens, heads, latent = out.shape
+    if latent % 16:
+        raise wrong(out, f"rows have {latent} columns; latent is a multiple of 16")
+    _check_rows(out, 0, "tokens")
+    return tokens, heads, latent
+
+
+def _queries(q: Any, latent: int) -> tuple[Tensor, Tensor]:
+    """Return latent and rope columns of the queries, as views."""
+    if isinstance(q, Sequence):
+        if len(q) != 2:
+            raise ArgumentError("q", q, "wants one tensor, or (q_latent, q_rope)")
+        parts = tensor_of("q_latent", q[0]), tensor_of("q_rope", q[1])
+    else:
+        whole = tensor_of("q", q)
+        if len(whole.shape) != 3 or whole.shape[2] <= latent:
+            reason = f"has shape {list(whole.shape)}; wants [tokens, heads, {latent} + rope]"
+            raise wrong(whole, reason)
+        parts = tensor_of("q", q[..., :latent]), tensor_of("q", q[..., latent:])
+    for part in parts:
+        if len(part.shape) != 3:
+            raise wrong(part, f"has shape {list(part.shape)}; wants [tokens, heads, columns]")
+        if part.strides[2] != 1:
+            raise wrong(part, f"columns are {part.strides[2]} elements apart, not contiguous")
+        _check_rows(part, 0, "tokens")
+        _check_rows(part, 1, "heads")
+    if parts[0].shape[2] != latent:
+        raise wrong(parts[0], f"has {parts[0].shape[2]} columns, out has {latent}")
+    return parts
+
+
+def _columns(q_rope: Tensor) -> int:
+    rope = q_rope.shape[2]
+    if rope % 16 or not rope:
+        raise wrong(q_rope, f"leaves {rope} columns for rope, which wants a multiple of 16")
+    return rope
+
+
+def _rows_of(name: str, value: Any, columns: int) -> Tensor:
+    """Return [rows, columns] of a pool or a draft tensor."""
+    tensor = tensor_of(name, value)
+    if len(tensor.shape) == 3 and tensor.shape[1] == 1:
+        tensor = tensor_of(name, value[:, 0])
+    if len(tensor.shape) != 2 or tensor.shape[1] != columns or not tensor.shape[0]:
+        wanted = f"wants [rows, {columns}] or [rows, 1, {columns}]: latent + rope columns of q"
+        raise wrong(tensor, f"has shape {list(tensor.shape)}; {wanted}")
+    _check_rows(tensor, 0, "rows")
+    return tensor
+
+
+def _check_rows(tensor: Tensor, axis: int, what: str) -> None:
+    stride = tensor.strides[axis]
+    if stride % _PIECE and tensor.shape[axis] > 1:
+        distance = f"{what} are {stride * tensor.itemsize} bytes apart"
+        raise wrong(tensor, f"{distance}, which is no multiple of 16")
+
+
+def _check_words(visible: Tensor, max_tree_tokens: int) -> None:
+    if len(visible.shape) != 2 or not 1 <= visible.shape[1] <= MAX_WORDS:
+        wanted = f"wants [tokens, words] with 1 to {MAX_WORDS} words"
+        raise wrong(visible, f"has shape {list(visible.shape)}; {wanted}")
+    if visible.shape[1] * 64 < max_tree_tokens:
+        has = f"is too short: {visible.shape[1]} words hold {visible.shape[1] * 64} bits"
+        raise wrong(visible, f"{has}, the plan's trees have up to {max_tree_tokens} tokens")
+
+
+def _combine_grid(combine_ctas: int | None, device: str | None) -> int:
+    if combine_ctas is not None:
+        if not isinstance(combine_ctas, int) or combine_ctas < 1:
+            raise ArgumentError("combine_ctas", combine_ctas, "wants at least one block")
+        return combine_ctas
+    count = multiprocessors(device or "cpu")
+    return _HOST_COMBINE_CTAS if count is None else _COMBINE_CTAS_PER_MULTIPROCESSOR * count

@@ -1,0 +1,35 @@
+"""Hypothesis strategies for the inputs of kernels that verify trees and move KV.
+
+They keep Hypothesis's own manners: bounds are keywords in min/max pairs, a bound that makes no
+sense is an `InvalidArgument` when an example is drawn, what is drawn prints readably, and examples
+shrink towards the simplest: the smallest list of the lowest slots, a tree of one node, a pool in
+which a request's tokens lie in order.
+"""
+
+from __future__ import annotations
+
+from cuverify.strategies.draws import drawn, examples
+from cuverify.strategies.relocation import (
+    FAULTS,
+    ROW_BYTES,
+    Fault,
+    faulty_relocation_batches,
+    relocation_batches,
+)
+from cuverify.strategies.trees import TREE_SHAPES, TreeShape, draft_trees
+from cuverify.strategies.verify import kv_layouts, verify_batches
+
+__all__ = [
+    "FAULTS",
+    "ROW_BYTES",
+    "TREE_SHAPES",
+    "Fault",
+    "TreeShape",
+    "draft_trees",
+    "drawn",
+    "examples",
+    "faulty_relocation_batches",
+    "kv_layouts",
+    "relocation_batches",
+    "verify_batches",
+]

@@ -1,0 +1,192 @@
+"""Verify attention in torch, on any device: the float64 oracle of large batches, and the baseline.
+
+The oracle of `cuverify.reference` is numpy and runs where nothing else does; beyond 10 GFLOP a
+batch it is too slow, and this one takes over on a GPU. It keeps no running maximum: a row chunk
+sees all its keys at once. The baseline is what a user of torch would write for the same tensors, in
+their own dtype; the tolerances of `cuverify.tolerances` are multiples of its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuverify.errors import ArgumentError
+from cuverify.reference.verify_attention import Attention
+
+# Scores that are held at a time, by where they are.
+_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+
+
+def verify_attention(
+    q: Any,
+    pool: Any,
+    *,
+    latent: int,
+    sm_scale: float,
+    qo_indptr: NDArray[Any],
+    kv_indptr: NDArray[Any],
+    kv_indices: Any,
+    visible: Any,
+    draft_kv: Any = None,
+    draft_slots: Any = None,
+    device: str = "cuda",
+) -> Attention:
+    """Compute what `cuverify.reference.verify_attention.verify_attention` does, in torch's float64.
+
+    Parameters
+    ----------
+    q, pool, kv_indices, visible, draft_kv, draft_slots
+        As there; numpy arrays, or torch tensors of which those on `device` are not copied.
+    latent, sm_scale, qo_indptr, kv_indptr
+        As there, on the host.
+    device : str
+        Where to compute. Waits for it.
+
+    Returns
+    -------
+    Attention
+        On the host.
+    """
+    return _attention(
+        q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
+        draft_slots, device, exact=True,
+    )  # fmt: skip
+
+
+def baseline_attention(
+    q: Any,
+    pool: Any,
+    *,
+    latent: int,
+    sm_scale: float,
+    qo_indptr: NDArray[Any],
+    kv_indptr: NDArray[Any],
+    kv_indices: Any,
+    visible: Any,
+    draft_kv: Any = None,
+    draft_slots: Any = None,
+    device: str = "cuda",
+) -> Attention:
+    """Attend as torch would in bf16: gather, matrix product, softmax, matrix product.
+
+    Products are accumulated in float32, the softmax is float32, its weights are rounded to bf16 for
+    the second product, and so is the result. Parameters are those of `verify_attention`.
+
+    Returns
+    -------
+    Attention
+        The rounded output and the float32 log-sum-exp, held in float64; `spread` as in the oracle.
+    """
+    return _attention(
+        q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
+        draft_slots, device, exact=False,
+    )  # fmt: skip
+
+
+def _attention(
+    q: Any,
+    pool: Any,
+    latent: int,
+    sm_scale: float,
+    qo_indptr: NDArray[Any],
+    kv_indptr: NDArray[Any],
+    kv_indices: Any,
+    visible: Any,
+    draft_kv: Any,
+    draft_slots: Any,
+    device: str,
+    *,
+    exact: bool,
+) -> Attention:
+    import torch
+
+    if (draft_kv is None) == (draft_slots is None):
+        raise ArgumentError("draft_kv", draft_kv, "give either it or draft_slots")
+    queries, rows = _floats(q, device), _floats(pool, device)
+    rows = rows.reshape(len(rows), rows.shape[-1])
+    slots, words = _integers(kv_indices, device), _integers(visible, device)
+    wide = torch.float64 if exact else torch.float32
+    tokens, heads = queries.shape[:2]
+    # not zeros on the device in one piece and copied later: a large batch's output is large
+    out = np.zeros((tokens, heads, latent))
+    lse = np.full((tokens, heads), -np.inf)
+    spread = np.zeros((tokens, heads))
+    for request in range(len(qo_indptr) - 1):
+        first, end = int(qo_indptr[request]), int(qo_indptr[request + 1])
+        if first == end:
+            continue
+        prefix = slots[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
+        if draft_kv is None:
+            drafts = rows[_integers(draft_slots, device)[first:end].long()]
+        else:
+            drafts = _floats(draft_kv, device)[first:end]
+        keys = torch.cat([rows[prefix], drafts]).to(wide)
+        sees = torch.ones((end - first, len(keys)), dtype=torch.bool, device=device)
+        node = torch.arange(end - first, device=device)
+        # node 63 is the sign bit: an arithmetic shift smears it, and the mask drops the smear
+        sees[:, len(prefix) :] = (words[first:end, node >> 6] >> (node & 63)) & 1 == 1
+        for at, chunk in _chunks(first, end, heads * len(keys), device):
+            part = _rows(queries[at].to(wide), keys, sees[chunk], latent, sm_scale, exact=exact)
+            out[at], lse[at], spread[at] = (x.double().cpu().numpy() for x in part)
+    return Attention(out, lse, spread)
+
+
+def _rows(
+    queries: Any, keys: Any, sees: Any, latent: int, sm_scale: float, *, exact: bool
+) -> tuple[Any, Any, Any]:
+    """Return output, log-sum-exp and spread of some tokens [n, H, D], all keys at once."""
+    import torch
+
+    nodes, heads, width = queries.shape
+    scores = (queries.reshape(nodes * heads, width) @ keys.T).view(nodes, heads, -1) * sm_scale
+    scores.masked_fill_(~sees[:, None, :], -torch.inf)
+    lse = torch.logsumexp(scores, dim=2)
+    none = torch.isneginf(lse)
+    weights = torch.exp(scores - lse.masked_fill(none, 0.0)[:, :, None])
+    values = keys[:, :latent]
+    spread = (weights.square() @ values.square().mean(dim=1)).sqrt()
+    if not exact:
+        weights = weights.bfloat16().to(keys.dtype)
+    out = (weights.view(nodes * heads, -1) @ values).view(nodes, heads, latent)
+    return out if exact else out.bfloat16(), lse, spread
+
+
+def _chunks(
+    first: int, end: int, scores_a_token: int, device: str
+) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of a request's tokens, of the whole batch and within the request."""
+    step = max(1, _CHUNK_SCORES[device.partition(":")[0]] // scores_a_token)
+    for begin in range(first, end, step):
+        stop = min(end, begin + step)
+        yield slice(begin, stop), slice(begin - first, stop - first)
+
+
+def _floats(values: Any, device: str) -> Any:
+    """Return a tensor of floats on the device; uint16 and int16 are the bits of bf16."""
+    import torch
+
+    if isinstance(values, np.ndarray):
+        raw = values.view(np.int16) if values.dtype == np.uint16 else values
+        values = torch.from_numpy(_writable(raw))
+    if values.dtype in (torch.int16, torch.uint16):
+        values = values.view(torch.bfloat16)
+    return values.to(device)
+
+
+def _integers(values: Any, device: str) -> Any:
+    import torch
+
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(
+            _writable(values.view(np.int64) if values.dtype == np.uint64 else values)
+        )
+    return values.to(device)
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    # torch warns about read-only arrays, though they are only read here
+    return array if array.flags.writeable else array.copy()

@@ -1,0 +1,804 @@
+// Attention of draft trees over a latent KV cache (MLA, absorbed form), split over the GPU.
+//
+// Every request b has a prefix of kv_indptr[b+1] - kv_indptr[b] rows in a pool, whose slots stand
+// in `kv_indices`, and a tree of T = qo_indptr[b+1] - qo_indptr[b] draft tokens, whose rows stand
+// in the pool too (at `out_cache_loc`) or in a tensor of their own. A row has LATENT + ROPE
+// elements; the scores use all of them and the values are the first LATENT, for all HEADS heads
+// alike. A tree token sees the whole prefix and those tokens of its own tree whose bits are set in
+// its `visible` words.
+//
+// A step launches two kernels on one stream, after verify_plan.cu has made the lists:
+//   verify_partials  every item of `work` is one row tile (64 query rows: 64 / HEADS tree tokens)
+//                    against one range of the prefix. The range that ends with the prefix is
+//                    followed by the tree. A row tile in one piece goes to `out` and `lse`, any
+//                    other one to its piece's partial slot.
+//   verify_combine   merges the pieces of each row tile that was cut.
+//
+// Products are transposed: S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16. Eight heads of one token
+// are the eight columns of an operand, so no row is padded at any T. A block has two bands of four
+// warps; a band holds 32 query rows. Within it each warp multiplies a quarter of K's columns with
+// all of the band's queries (the four partial scores meet in shared memory), then does the softmax
+// of 8 query rows, then multiplies a quarter of V's columns with all of the band's probabilities.
+// So one fragment of K or V that a warp loads serves 32 columns, queries and accumulators stay in
+// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills.
+//
+// Partials are bfloat16, normalised, with one base-2 log-sum-exp a row: half the traffic of
+// float32, and the rounding is that of `out` itself, averaged over the pieces.
+//
+// A slot outside the pool is never read: a query row that sees it becomes NaN.
+//
+// Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
+
+#include "bf16.cuh"
+#include "ptx.cuh"
+#include "shared.cuh"
+#include "thread.cuh"
+#include "vector.cuh"
+
+// columns of V, and further columns that only K has
+#ifndef LATENT
+#define LATENT 512
+#endif
+#ifndef ROPE
+#define ROPE 64
+#endif
+// query heads of this rank
+#ifndef HEADS
+#define HEADS 8
+#endif
+// the types of kv_indices and qo_indptr: int or long long
+#ifndef KV_INDEX
+#define KV_INDEX int
+#endif
+#ifndef QO_INDEX
+#define QO_INDEX int
+#endif
+// KV tiles of 16 rows in shared memory: one is used, STAGES - 2 are on their way
+#ifndef STAGES
+#define STAGES 4
+#endif
+// powers of 2 by which a query row's maximum must grow before its accumulators are rescaled
+#ifndef RESCALE_ABOVE
+#define RESCALE_ABOVE 8
+#endif
+#ifndef COMBINE_THREADS
+#define COMBINE_THREADS 256
+#endif
+// splits that a warp of verify_combine has in flight
+#ifndef COMBINE_UNROLL
+#define COMBINE_UNROLL 4
+#endif
+
+namespace {
+
+constexpr int DIM = LATENT + ROPE;
+constexpr int ROW_TILE = 64;
+constexpr int GROUP = 8;  // query rows of one mma
+constexpr int BANDS = 2;
+constexpr int BAND_WARPS = 4;
+constexpr int GROUPS = 4;  // of a band: one for the softmax of each of its warps
+constexpr int THREADS = BANDS * BAND_WARPS * 32;
+constexpr int BAND_ROWS = GROUPS * GROUP;
+constexpr int TILE = 16;        // KV rows
+constexpr int PITCH = DIM + 8;  // elements from row to row in shared memory: no bank conflicts
+constexpr int PIECE = 8;        // elements of a 16-byte access
+constexpr int ROW_PIECES = DIM / PIECE;
+constexpr int OUT_PIECES = LATENT / PIECE;
+constexpr int OUT_PITCH = LATENT + PIECE;   // as PITCH, for rows that are written out
+constexpr int COPY_LANES = THREADS / TILE;  // that fetch one row
+constexpr int MAX_WORDS = 4;                // of visibility: 256 tree tokens
+
+constexpr int K_STEPS = DIM / 16;
+constexpr int K_OWN = (K_STEPS + BAND_WARPS - 1) / BAND_WARPS;
+constexpr int V_BLOCKS = LATENT / 16;
+constexpr int V_OWN = (V_BLOCKS + BAND_WARPS - 1) / BAND_WARPS;
+
+static_assert(LATENT % 16 == 0 && ROPE % 16 == 0 && LATENT >= 16 && ROPE >= 16, "whole fragments");
+static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "a group of columns is of one token");
+static_assert(GROUPS == BAND_WARPS, "each warp does the softmax of one group");
+static_assert(BANDS * GROUPS * GROUP == ROW_TILE, "a block holds one row tile");
+static_assert(STAGES >= 4, "the ring also holds a row tile of outputs");
+static_assert(COMBINE_THREADS % 32 == 0 && COMBINE_THREADS <= 1024, "whole warps");
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr unsigned ALL = 0xffffffffu;
+
+using bits16 = unsigned short;
+using word64 = unsigned long long;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// What a thread of verify_partials is in charge of.
+struct Place {
+    int lane;
+    int warp;  // of the band: it has a quarter of the columns of K and V
+    int band;
+    int group;      // the column group, of all, whose softmax the warp does
+    int copy_row;   // the row of a tile that the thread helps to fetch,
+    int copy_lane;  // as one of 16
+
+    __device__ __forceinline__ explicit Place(int thread)
+        : lane(thread % 32),
+          warp(thread / 32 % BAND_WARPS),
+          band(thread / (32 * BAND_WARPS)),
+          group(thread / 32),
+          copy_row(thread / COPY_LANES),
+          copy_lane(thread % COPY_LANES) {}
+};
+
+// One item of the work, and what follows from it. It lies in shared memory and is read where it is
+// needed: registers are for operands.
+struct Item {
+    int row_tile;
+    int slot;    // of the partials; -1: the row tile is in one piece
+    int begin;   // KV positions: rows of the prefix, then of the tree
+    int prefix;  // rows of the prefix
+    int end;
+    int rows;  // query rows of the request; -1: there is no item
+    int next;  // number of the item after this one
+    long long first_token;
+    long long first_index;  // of the prefix in kv_indices
+};
+
+// Where the KV rows are.
+struct KvRows {
+    const bits16* kv;
+    long long kv_stride;
+    long long num_slots;
+    const KV_INDEX* kv_indices;
+    const bits16* draft_kv;
+    long long draft_stride;
+    const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
+
+    // Looked up a tile ahead of the row itself. For a row of `draft_kv` it is the row's number.
+    __device__ __forceinline__ long long slot(const Item& item, int position) const {
+        const int node = position - item.prefix;
+        if (position >= item.end) {
+            return 0;
+        }
+        if (node < 0) {
+            return static_cast<long long>(kv_indices[item.first_index + position]);
+        }
+        const long long token = item.first_token + node;
+        return out_cache_loc == nullptr ? token : out_cache_loc[token];
+    }
+
+    // Starts the copy of row `place.copy_row` of the tile at position `start` into `tile`: this
+    // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone.
+    __device__ __forceinline__ void fetch(const Item& item, int start, long long slot, bits16* tile,
+                                          Place place) const {
+        if (start >= item.end) {
+            return;
+        }
+        const int position = start + place.copy_row;
+        const bool separate = position >= item.prefix && out_cache_loc == nullptr;
+        const bool present = position < item.end;
+        const bits16* from = separate ? draft_kv + slot * draft_stride : kv + slot * kv_stride;
+        from = (present ? from : kv) + place.copy_lane * PIECE;
+        bits16* to = tile + place.copy_row * PITCH + place.copy_lane * PIECE;
+        if (!present || separate || (slot >= 0 && slot < num_slots)) {
+            const int bytes = present ? 16 : 0;
+#pragma unroll
+            for (int piece = 0; piece < ROW_PIECES; piece += COPY_LANES) {
+                if (piece + COPY_LANES <= ROW_PIECES || piece + place.copy_lane < ROW_PIECES) {
+                    ptx::cp_async16(to + piece * PIECE, from + piece * PIECE, bytes);
+                }
+            }
+        } else {
+            // Scores become NaN by the columns that only K has. Those of V are 0: a query row that
+            // does not see this one adds 0 times it.
+            for (int piece = place.copy_lane; piece < ROW_PIECES; piece += COPY_LANES) {
+                const unsigned bits = piece < LATENT / PIECE ? 0 : ALL;
+                store128(to, make_uint4(bits, bits, bits, bits));
+                to += COPY_LANES * PIECE;
+            }
+        }
+    }
+};
+
+// What a warp keeps over all KV tiles of an item.
+struct Accumulators {
+    float o[V_OWN][GROUPS][4];  // O^T: its V columns, the band's query rows
+};
+
+using Queries = unsigned[K_OWN][GROUPS][2];  // Q^T: its K columns, the band's query rows
+
+// Loads a band's queries as operands: lane l holds columns 2 (l % 4) + {0, 1, 8, 9} of each step.
+struct QuerySource {
+    const bits16* latent;
+    const bits16* rope;
+    long long stride, head_stride, rope_stride, rope_head_stride;
+
+    __device__ __forceinline__ void load(Queries& q, const Item& item, Place place) const {
+        const int first_row = (item.row_tile * BANDS + place.band) * BAND_ROWS;
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const int row = first_row + group * GROUP + place.lane / 4;
+            const long long token = item.first_token + row / HEADS;
+            const int head = row % HEADS;
+            const bits16* from_latent = latent + token * stride + head * head_stride;
+            const bits16* from_rope = rope + token * rope_stride + head * rope_head_stride;
+#pragma unroll
+            for (int k = 0; k < K_OWN; ++k) {
+                const int column = (place.warp * K_OWN + k) * 16 + place.lane % 4 * 2;
+                q[k][group][0] = q[k][group][1] = 0;
+                if (row < item.rows && column < DIM) {
+                    const bits16* from =
+                        column < LATENT ? from_latent + column : from_rope + (column - LATENT);
+                    q[k][group][0] = *reinterpret_cast<const unsigned*>(from);
+                    q[k][group][1] = *reinterpret_cast<const unsigned*>(from + 8);
+                }
+            }
+        }
+    }
+};
+
+// Writes this warp's share of S^T = K Q^T, summed over its columns of K, for all groups of the
+// band.
+__device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* tile, Place place,
+                                              float* scores) {
+    float s[GROUPS][4] = {};
+    const bits16* row =
+        tile + place.lane % 16 * PITCH + place.lane / 16 * 8 + place.warp * K_OWN * 16;
+#pragma unroll
+    for (int k = 0; k < K_OWN; ++k) {
+        if (K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + k < K_STEPS) {
+            unsigned a[4];
+            ptx::ldmatrix_x4(a, row + k * 16);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                ptx::mma_m16n8k16_bf16(s[group], a, q[k][group]);
+            }
+        }
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
+                 make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
+                            __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
+    }
+}
+
+// O^T = O^T * rescale + V^T P^T over one tile, for this warp's columns of V.
+__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* tile, Place place,
+                                                const uint2* probabilities, const float2* rescale) {
+    unsigned p[GROUPS][2];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const uint2 both = probabilities[group * 32 + place.lane];
+        p[group][0] = both.x;
+        p[group][1] = both.y;
+        const float2 scale = rescale[group * 4 + place.lane % 4];
+        if (scale.x != 1.0f || scale.y != 1.0f) {
+#pragma unroll
+            for (int block = 0; block < V_OWN; ++block) {
+                acc.o[block][group][0] *= scale.x;
+                acc.o[block][group][1] *= scale.y;
+                acc.o[block][group][2] *= scale.x;
+                acc.o[block][group][3] *= scale.y;
+            }
+        }
+    }
+    const bits16* row =
+        tile + (place.lane % 8 + place.lane / 16 * 8) * PITCH + place.lane / 8 % 2 * 8;
+#pragma unroll
+    for (int block = 0; block < V_OWN; ++block) {
+        if (V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + block < V_BLOCKS) {
+            unsigned a[4];
+            ptx::ldmatrix_x4_trans(a, row + (place.warp * V_OWN + block) * 16);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                ptx::mma_m16n8k16_bf16(acc.o[block][group], a, p[group]);
+            }
+        }
+    }
+}
+
+// The softmax of one group. A lane has two query rows, 2 (l % 4) + {0, 1}, and of each tile the KV
+// rows l / 4 and l / 4 + 8: both sums are over those only. What is multiplied with V is rounded to
+// bfloat16, so that is what the outputs are divided by: a key that has nearly all of the weight then
+// gives its own values, whatever its probability was rounded to.
+struct Softmax {
+    float max[2];  // log2 domain, the same in all lanes of a query row; -inf before the first score
+    float sum[2];
+    float rounded_sum[2];
+
+    // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as an
+    // operand and the factor for what has been accumulated before.
+    __device__ __forceinline__ void step(float (&x)[4], uint2& probabilities, float2& rescale) {
+        float factor[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float largest = fmaxf(x[i], x[i + 2]);
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 4));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 8));
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));
+            factor[i] = 1.0f;
+            if (largest > max[i] + RESCALE_ABOVE) {  // also the first time, from -inf
+                factor[i] = ptx::exp2_approx(max[i] - largest);
+                max[i] = largest;
+            }
+            const float base = max[i] == minus_infinity() ? 0.0f : max[i];
+            x[i] = ptx::exp2_approx(x[i] - base);
+            x[i + 2] = ptx::exp2_approx(x[i + 2] - base);
+            sum[i] = sum[i] * factor[i] + x[i] + x[i + 2];
+        }
+        const unsigned upper = bf16::pack(x[0], x[1]);
+        const unsigned lower = bf16::pack(x[2], x[3]);
+        rounded_sum[0] = rounded_sum[0] * factor[0] + bf16::first(upper) + bf16::first(lower);
+        rounded_sum[1] = rounded_sum[1] * factor[1] + bf16::second(upper) + bf16::second(lower);
+        rescale = make_float2(factor[0], factor[1]);
+        probabilities.x = ptx::movmatrix_trans(upper);
+        probabilities.y = ptx::movmatrix_trans(lower);
+    }
+
+    // Sums up over the lanes; gives the factors that normalise and the base-2 log-sum-exps.
+    __device__ __forceinline__ void finish(float2& inverse, float (&lse)[2]) {
+        float factor[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2) {
+                sum[i] += __shfl_xor_sync(ALL, sum[i], distance);
+                rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);
+            }
+            const bool sees = sum[i] != 0.0f;
+            factor[i] = sees ? 1.0f / rounded_sum[i] : 0.0f;
+            lse[i] = sees ? max[i] + log2f(sum[i]) : minus_infinity();
+        }
+        inverse = make_float2(factor[0], factor[1]);
+    }
+};
+
+// The scores of this lane, scaled: the sum over the warps that had a share of K's columns.
+__device__ __forceinline__ void gather_scores(float (&x)[4], const float* all_scores, Place place,
+                                              float scale) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] = 0.0f;
+    }
+#pragma unroll
+    for (int warp = 0; warp < BAND_WARPS; ++warp) {
+        const int from = (place.band * BAND_WARPS + warp) * GROUPS + place.warp;
+        const uint4 part = load128(all_scores + (from * 32 + place.lane) * 4);
+        x[0] += __uint_as_float(part.x);
+        x[1] += __uint_as_float(part.y);
+        x[2] += __uint_as_float(part.z);
+        x[3] += __uint_as_float(part.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] *= scale;
+    }
+}
+
+// Reads the block's next item; one without query rows when there is none.
+__device__ __forceinline__ void advance(Item& item, const int* work, const int* cta_work,
+                                        const int* kv_indptr, const QO_INDEX* qo_indptr) {
+    const int number = item.next;
+    item.next = number + cta_work[2];
+    item.rows = -1;
+    if (number < cta_work[1]) {
+        const int* given = work + number * 6ll;
+        const int request = given[0];
+        const int end = given[3];
+        const int first_index = kv_indptr[request];
+        const int prefix = kv_indptr[request + 1] - first_index;
+        const long long first_token = static_cast<long long>(qo_indptr[request]);
+        const int tokens = static_cast<int>(qo_indptr[request + 1] - first_token);
+        item.row_tile = given[1];
+        item.slot = given[4];
+        item.begin = given[2];
+        item.prefix = prefix;
+        item.end = end == prefix ? prefix + tokens : min(end, prefix);
+        item.rows = tokens * HEADS;
+        item.first_token = first_token;
+        item.first_index = first_index;
+    }
+}
+
+// Takes away the scores of this lane's KV positions, `position` and 8 behind it, that are past the
+// item's end or not in the mask of the group's token.
+__device__ __forceinline__ void hide(float (&x)[4], const Item& item, int position,
+                                     const word64* mask) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int at = position + half * 8;
+        const int node = at - item.prefix;
+        bool seen = at < item.end;
+        if (seen && node >= 0) {
+            seen = mask[node / 64] >> (node % 64) & 1;
+        }
+        x[half * 2] = seen ? x[half * 2] : minus_infinity();
+        x[half * 2 + 1] = seen ? x[half * 2 + 1] : minus_infinity();
+    }
+}
+
+// The visibility words of each column group's token; clear where there is none.
+__device__ __forceinline__ void load_masks(const Item& item, const word64* visible, int words,
+                                           word64* masks, int thread) {
+    if (thread < BANDS * GROUPS * MAX_WORDS) {
+        const int row = item.row_tile * ROW_TILE + thread / MAX_WORDS * GROUP;
+        const int word = thread % MAX_WORDS;
+        const bool given = row < item.rows && word < words;
+        masks[thread] = given ? visible[(item.first_token + row / HEADS) * words + word] : 0;
+    }
+}
+
+// Starts the copies of the item's first tiles, one commit group each; looks up the slot of the
+// next.
+__device__ __forceinline__ long long fetch_first(const KvRows& source, const Item& item,
+                                                 bits16* ring, Place place) {
+    long long slots[STAGES];
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+        slots[stage] = source.slot(item, item.begin + stage * TILE + place.copy_row);
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        source.fetch(item, item.begin + stage * TILE, slots[stage], ring + stage * TILE * PITCH,
+                     place);
+        ptx::cp_async_commit();
+    }
+    return slots[STAGES - 1];
+}
+
+// Puts a warp's normalised outputs into shared memory as rows of the row tile.
+__device__ __forceinline__ void stage_outputs(const Accumulators& acc, const float2* all_factors,
+                                              Place place, bits16* rows) {
+#pragma unroll
+    for (int own = 0; own < GROUPS; ++own) {
+        const int group = place.band * GROUPS + own;
+        const float2 factor = all_factors[group * 4 + place.lane % 4];
+        bits16* row = rows + (group * GROUP + place.lane / 4) * OUT_PITCH + place.lane % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < V_OWN; ++block) {
+            if (V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + block < V_BLOCKS) {
+                const float (&o)[4] = acc.o[block][own];
+                bits16* to = row + (place.warp * V_OWN + block) * 16;
+                *reinterpret_cast<unsigned*>(to) =
+                    ptx::movmatrix_trans(bf16::pack(o[0] * factor.x, o[1] * factor.y));
+                *reinterpret_cast<unsigned*>(to + 8) =
+                    ptx::movmatrix_trans(bf16::pack(o[2] * factor.x, o[3] * factor.y));
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Computes every item of the plan.
+//
+// Launch: num_ctas blocks, as many as the plan was made for; block c takes the items cta_work[c]
+// names. Request, row tile, range, slot and count of an item are the plan's word and not judged
+// again. Rows of `out` and `lse` that belong to row tiles in one piece are written, and all rows of
+// the partial slots that belong to a query; `lse` is -inf and `out` 0 where nothing is seen.
+// Strides count elements, from token to token, head to head, slot to slot. The trees' rows are in
+// `draft_kv`, or where that is None, in the slots `out_cache_loc`. Words of `visible` that are not
+// there count as clear.
+//
+// @kernel verify_partials
+// @param q_latent read bf16 [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
+// @param q_rope read bf16 [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
+// @param q_stride           value   int64                   multiple of 8
+// @param q_head_stride      value   int64                   multiple of 8
+// @param rope_stride      value   int64                   multiple of 8
+// @param rope_head_stride value   int64                   multiple of 8
+// @param sm_scale           value   fp32                    factor on the scores
+// @param kv read bf16 [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
+// @param kv_stride          value   int64                   multiple of 8
+// @param num_slots          value   int64                   slots of the pool
+// @param kv_indptr          read    int32 [bounds]          bounds of each prefix in kv_indices
+// @param kv_indices         read    KV_INDEX [*]            slots of the prefixes
+// @param draft_kv?          read    bf16 [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
+// @param draft_stride       value   int64                   multiple of 8
+// @param out_cache_loc?     read    int64 [tokens]          slots of the trees
+// @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
+// @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
+// @param words value int32  1 to 4
+// @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
+// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, 0
+// @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised
+// @param partial_lse        scratch fp32 [slots, 64]        base 2
+// @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out_stride         value   int64                   multiple of 8
+// @param lse                write   fp32 [tokens, HEADS]    natural logarithm
+// @block 256
+// @shared STAGES * 16 * (LATENT + ROPE + 8) * 2 + 16384 + 2048 + 256 + 256 + 48
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
+                    long long q_stride, long long q_head_stride, long long rope_stride,
+                    long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
+                    long long kv_stride, long long num_slots, const int* __restrict__ kv_indptr,
+                    const KV_INDEX* __restrict__ kv_indices, const bits16* __restrict__ draft_kv,
+                    long long draft_stride, const long long* __restrict__ out_cache_loc,
+                    const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
+                    int words, const int* __restrict__ work, const int* __restrict__ cta_work,
+                    bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                    bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
+    CARVE(cursor, float, all_scores, BANDS * BAND_WARPS * GROUPS * 32 * 4);
+    CARVE(cursor, uint2, all_probabilities, BANDS * GROUPS * 32);
+    CARVE(cursor, float2, all_factors, BANDS * GROUPS * 4);  // two query rows each
+    CARVE(cursor, word64, masks, BANDS * GROUPS * MAX_WORDS);
+    CARVE(cursor, Item, items, 1);
+    Item& item = items[0];
+
+    const Place place(static_cast<int>(threadIdx.x));
+    float* scores = all_scores + place.band * BAND_WARPS * GROUPS * 32 * 4;
+    const uint2* probabilities = all_probabilities + place.band * GROUPS * 32;
+    const float2* factors = all_factors + place.band * GROUPS * 4;
+
+    const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
+                           draft_kv, draft_stride, out_cache_loc};
+    const QuerySource queries = {q_latent,      q_rope,      q_stride,
+                                 q_head_stride, rope_stride, rope_head_stride};
+
+    if (thread_anew() == 0) {
+        item.next = cta_work[blockIdx.x * 4];
+    }
+    for (;;) {
+        if (thread_anew() == 0) {
+            advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr);
+        }
+        __syncthreads();
+        if (item.rows < 0) {
+            break;
+        }
+        const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
+        int start = item.begin;  // of the present tile
+
+        long long next = fetch_first(source, item, ring, Place(thread_anew()));
+        load_masks(item, visible, words, masks, thread_anew());
+        Queries q;
+        if (active) {
+            queries.load(q, item, Place(thread_anew()));
+        }
+        Accumulators acc = {};
+        Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+
+        int stage = 0;
+        for (;;) {
+            ptx::cp_async_wait<STAGES - 2>();
+            __syncthreads();
+            const int before = stage == 0 ? STAGES - 1 : stage - 1;
+            const bool last = start >= item.end;  // and behind the last tile
+            if (active && !last) {
+                multiply_keys(q, ring + stage * TILE * PITCH, place, scores);
+            }
+            if (active && start > item.begin) {
+                multiply_values(acc, ring + before * TILE * PITCH, place, probabilities, factors);
+            }
+            if (last) {
+                break;
+            }
+            __syncthreads();
+
+            const Place own(thread_anew());
+            // The tile before has been used up by all: its place in the ring is free.
+            const int coming = start + (STAGES - 1) * TILE;
+            source.fetch(item, coming, next, ring + before * TILE * PITCH, own);
+            ptx::cp_async_commit();
+            next = source.slot(item, coming + TILE + own.copy_row);
+            if (active) {
+                float x[4];
+                gather_scores(x, all_scores, own, sm_scale * LOG2_E);
+                if (start + TILE > min(item.prefix, item.end)) {
+                    hide(x, item, start + own.lane / 4, masks + own.group * MAX_WORDS);
+                }
+                uint2 p;
+                float2 rescale;
+                softmax.step(x, p, rescale);
+                all_probabilities[own.group * 32 + own.lane] = p;
+                if (own.lane < 4) {
+                    all_factors[own.group * 4 + own.lane] = rescale;
+                }
+            }
+            start += TILE;
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+        }
+        __syncthreads();  // the factors and the ring have been read
+
+        if (active) {
+            const Place own(thread_anew());
+            float2 inverse;
+            float log_sums[2];
+            softmax.finish(inverse, log_sums);
+            if (own.lane < 4) {
+                all_factors[own.group * 4 + own.lane] = inverse;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int row = own.group * GROUP + own.lane * 2 + i;
+                    const int flat = item.row_tile * ROW_TILE + row;
+                    if (flat < item.rows && item.slot < 0) {
+                        lse[item.first_token * HEADS + flat] = log_sums[i] * LN_2;
+                    } else if (flat < item.rows) {
+                        partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row] =
+                            log_sums[i];
+                    }
+                }
+            }
+        }
+        __syncthreads();
+        if (active) {
+            stage_outputs(acc, all_factors, Place(thread_anew()), ring);
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int piece = thread_anew(); piece < ROW_TILE * OUT_PIECES; piece += THREADS) {
+            const int row = piece / OUT_PIECES;
+            const int column = piece % OUT_PIECES * PIECE;
+            const int flat = item.row_tile * ROW_TILE + row;
+            if (flat < item.rows) {
+                const long long token = item.first_token + flat / HEADS;
+                bits16* to =
+                    item.slot < 0
+                        ? out + token * out_stride + flat % HEADS * LATENT
+                        : partial_out +
+                              (item.slot * static_cast<long long>(ROW_TILE) + row) * LATENT;
+                store128(to + column, load128(ring + row * OUT_PITCH + column));
+            }
+        }
+        __syncthreads();  // the ring is filled anew
+    }
+}
+
+namespace {
+
+// A weighted mean of rows of 8 columns, with weights in the log2 domain.
+struct Mean {
+    float max;  // -inf before the first row that counts
+    float weight;
+    float value[PIECE];
+
+    __device__ __forceinline__ void clear() {
+        max = minus_infinity();
+        weight = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) {
+            value[i] = 0.0f;
+        }
+    }
+
+    // Prepares for rows of weight up to 2^largest.
+    __device__ __forceinline__ void raise(float largest) {
+        if (largest > max) {
+            const float factor = ptx::exp2_approx(max - largest);
+            max = largest;
+            weight *= factor;
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                value[i] *= factor;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add(float log_weight, uint4 row) {
+        const float factor =
+            log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
+        const unsigned pairs[4] = {row.x, row.y, row.z, row.w};
+        weight += factor;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            value[2 * i] = fmaf(factor, bf16::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, bf16::second(pairs[i]), value[2 * i + 1]);
+        }
+    }
+};
+
+}  // namespace
+
+// Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
+//
+// Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. A block
+// takes 32 pieces of 8 columns at a time; its warps share the splits.
+//
+// @kernel verify_combine
+// @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised
+// @param partial_lse    read   fp32 [slots, 64]      base 2
+// @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
+// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param tiles          value  int32                 most row tiles that can be cut
+// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
+// @param out            update bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out_stride     value  int64                 multiple of 8
+// @param lse            update fp32 [tokens, HEADS]  natural logarithm
+// @block COMBINE_THREADS
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
+                   const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
+                   int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                   long long out_stride, float* __restrict__ lse) {
+    constexpr int WARPS = COMBINE_THREADS / 32;
+    constexpr int UNITS = ROW_TILE * OUT_PIECES / 32;
+    SHARED_ARRAY(float, means, [WARPS][PIECE + 2][32]);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+
+    for (long long unit = blockIdx.x; unit < static_cast<long long>(tiles) * UNITS;
+         unit += gridDim.x) {
+        const int tile = static_cast<int>(unit / UNITS);
+        const int request = combine_tiles[2 * tile];
+        if (request < 0) {
+            break;
+        }
+        const int piece = static_cast<int>(unit % UNITS) * 32 + lane;
+        const int row = piece / OUT_PIECES;
+        const int column = piece % OUT_PIECES * PIECE;
+        const long long first_token = static_cast<long long>(qo_indptr[request]);
+        const int tokens = static_cast<int>(qo_indptr[request + 1] - first_token);
+        const int flat = combine_tiles[2 * tile + 1] * ROW_TILE + row;
+        const bool wanted = flat < tokens * HEADS;
+        const int end = combine_indptr[tile + 1];
+
+        Mean mean;
+        mean.clear();
+        for (int slot = combine_indptr[tile] + warp; slot < end; slot += WARPS * COMBINE_UNROLL) {
+            float weights[COMBINE_UNROLL];
+            uint4 values[COMBINE_UNROLL];
+#pragma unroll
+            for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                weights[k] = minus_infinity();
+                values[k] = make_uint4(0, 0, 0, 0);
+                if (wanted && slot + k * WARPS < end) {
+                    const long long at =
+                        (slot + k * WARPS) * static_cast<long long>(ROW_TILE) + row;
+                    weights[k] = partial_lse[at];
+                    values[k] = load128(partial_out + at * LATENT + column);
+                }
+            }
+            float largest = weights[0];
+#pragma unroll
+            for (int k = 1; k < COMBINE_UNROLL; ++k) {
+                largest = fmaxf(largest, weights[k]);
+            }
+            mean.raise(largest);
+#pragma unroll
+            for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                mean.add(weights[k], values[k]);
+            }
+        }
+        means[warp][PIECE][lane] = mean.max;
+        means[warp][PIECE + 1][lane] = mean.weight;
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) {
+            means[warp][i][lane] = mean.value[i];
+        }
+        __syncthreads();
+        if (warp == 0 && wanted) {
+            float largest = minus_infinity();
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                largest = fmaxf(largest, means[other][PIECE][lane]);
+            }
+            float weight = 0.0f;
+            float value[PIECE] = {};
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                const float max = means[other][PIECE][lane];
+                const float factor =
+                    max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+                weight = fmaf(factor, means[other][PIECE + 1][lane], weight);
+#pragma unroll
+                for (int i = 0; i < PIECE; ++i) {
+                    value[i] = fmaf(factor, means[other][i][lane], value[i]);
+                }
+            }
+            const bool sees = weight != 0.0f;
+            const float inverse = sees ? 1.0f / weight : 0.0f;
+            const long long head = first_token * HEADS + flat;
+            store128(
+                out + (first_token + flat / HEADS) * out_stride + flat % HEADS * LATENT + column,
+                make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
+                           bf16::pack(value[2] * inverse, value[3] * inverse),
+                           bf16::pack(value[4] * inverse, value[5] * inverse),
+                           bf16::pack(value[6] * inverse, value[7] * inverse)));
+            if (column == 0) {
+                lse[head] = sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
+            }
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,199 @@
+"""Bugs planted in the verify kernels: each barrier, each wait, bounds, masks, cuts. All are caught.
+
+A mutant is the kernel's own text with one piece replaced. It is caught when a checker reports it or
+when the results are wrong; the untouched text passes the same steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cuverify
+from cuverify import kernels_cu
+from cuverify.errors import CheckerError
+from cuverify.kernel import Kernel
+from cuverify.ops import verify_attention as attention_op
+from cuverify.ops import verify_plan as plan_op
+from cuverify.sources import KernelSource
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_steps import FINE, VerifyStep, batch_of
+
+BARRIER = "__syncthreads();"
+RACES = ("race",)
+STEMS = {"verify_attention": attention_op, "verify_plan": plan_op}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug: the text `old`, its `nth` occurrence, becomes `new`.
+
+    `kinds` are the reports that may catch it; "numbers" is a wrong result.
+    """
+
+    name: str
+    stem: str
+    old: str
+    new: str
+    kinds: tuple[str, ...]
+    nth: int = 0
+
+    def text(self) -> str:
+        text = text_of(self.stem)
+        parts = text.split(self.old)
+        assert len(parts) > self.nth + 1, f"{self.old!r} is not in {self.stem}"
+        if self.nth == 0 and self.old != BARRIER:
+            assert len(parts) == 2, f"{self.old!r} is in {self.stem} {len(parts) - 1} times"
+        head = self.old.join(parts[: self.nth + 1])
+        return head + self.new + self.old.join(parts[self.nth + 1 :])
+
+
+def text_of(stem: str) -> str:
+    if stem in STEMS:
+        return KernelSource.from_package(stem).text
+    return (Path(kernels_cu.__file__).parent / "include" / stem).read_text()
+
+
+def each_barrier(stem: str) -> Iterator[Mutant]:
+    """Yield mutants without one barrier each."""
+    line = 1
+    for nth, before in enumerate(text_of(stem).split(BARRIER)[:-1]):
+        line += before.count("\n")
+        yield Mutant(f"{stem}: barrier of line {line}", stem, BARRIER, "", RACES, nth)
+
+
+ATTENTION = "verify_attention"
+PLAN = "verify_plan"
+HEADER = "scan.cuh"
+
+PLANTED = [
+    Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
+    Mutant("a wait that leaves one tile too many", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "ptx::cp_async_wait<STAGES - 1>();", ("pending-cp-async",)),
+    Mutant("a tile is not committed", ATTENTION, "ptx::cp_async_commit();\n            next =", "next =", ("pending-cp-async", "uninitialised-read")),
+    Mutant("zeros still fly in when outputs are staged", ATTENTION, "if (start >= item.end) {\n            return;", "if (false) {\n            return;", ("pending-cp-async",)),
+    Mutant("rows past the end are copied", ATTENTION, "const int bytes = present ? 16 : 0;", "const int bytes = 16;", ("numbers",)),
+    Mutant("rows past the end count", ATTENTION, "bool seen = at < item.end;", "bool seen = true;", ("numbers", "out-of-bounds")),
+    Mutant("slots are not judged", ATTENTION, "(slot >= 0 && slot < num_slots)", "true", ("out-of-bounds",)),
+    Mutant("the last slot but one", ATTENTION, "slot < num_slots)", "slot < num_slots - 1)", ("numbers",)),
+    Mutant("the root is always seen", ATTENTION, "seen && node >= 0", "seen && node > 0", ("numbers",)),
+    Mutant("the next token's bit", ATTENTION, ">> (node % 64) & 1", ">> ((node + 1) % 64) & 1", ("numbers",)),
+    Mutant("only the first word", ATTENTION, "mask[node / 64]", "mask[0]", ("numbers",)),
+    Mutant("the mask of another token", ATTENTION, "masks + own.group * MAX_WORDS", "masks + own.warp * MAX_WORDS", ("numbers",)),
+    Mutant("a mask from the first tile that is whole", ATTENTION, "if (start + TILE > min(item.prefix, item.end)) {", "if (start > min(item.prefix, item.end)) {", ("numbers",)),
+    Mutant("the tree is forgotten", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
+    Mutant("every piece has the tree", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
+    Mutant("drafts from the next slot", ATTENTION, "const long long token = item.first_token + node;", "const long long token = item.first_token + node + 1;", ("numbers", "out-of-bounds")),
+    Mutant("a prefix of the request before", ATTENTION, "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
+    Mutant("queries of no token", ATTENTION, "row < item.rows && column < DIM", "column < DIM", ("out-of-bounds",)),
+    Mutant("outputs of no token", ATTENTION, "if (flat < item.rows) {\n                const long long token", "{\n                const long long token", ("out-of-bounds", "race", "numbers")),
+    Mutant("no rescaling", ATTENTION, "if (scale.x != 1.0f || scale.y != 1.0f) {", "if (false) {", ("numbers",)),
+    Mutant("sums are not rescaled", ATTENTION, "sum[i] * factor[i]", "sum[i]", ("numbers",)),
+    Mutant("a maximum of half the lanes", ATTENTION, "largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
+    Mutant("a sum of its own lane", ATTENTION, "sum[i] += __shfl_xor_sync(ALL, sum[i], distance);", "", ("numbers",)),
+    Mutant("a divisor of its own lane", ATTENTION, "rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);", "", ("numbers",)),
+    Mutant("a divisor that is not rescaled", ATTENTION, "rounded_sum[1] * factor[1]", "rounded_sum[1]", ("numbers",)),
+    Mutant("probabilities are not transposed", ATTENTION, "ptx::movmatrix_trans(lower)", "lower", ("numbers",)),
+    Mutant("scores of three warps", ATTENTION, "for (int warp = 0; warp < BAND_WARPS; ++warp) {", "for (int warp = 1; warp < BAND_WARPS; ++warp) {", ("numbers",)),
+    Mutant("base 2 is taken for e", ATTENTION, "sm_scale * LOG2_E", "sm_scale", ("numbers",)),
+    Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
+    Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? STAGES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
+    Mutant("the ring is too short by a tile", ATTENTION, "(STAGES - 1) * TILE;\n", "(STAGES - 2) * TILE;\n", ("numbers",)),
+    Mutant("the first split is not combined", ATTENTION, "int slot = combine_indptr[tile] + warp;", "int slot = combine_indptr[tile] + 1 + warp;", ("numbers",)),
+    Mutant("a split too many is combined", ATTENTION, "slot + k * WARPS < end", "slot + k * WARPS <= end", ("numbers", "out-of-bounds", "uninitialised-read")),
+    Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
+    Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
+    Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
+    Mutant("slots of two row tiles meet", PLAN, "lane * (cuts + 1)", "lane * cuts", ("numbers", "race")),
+    Mutant("an entry is done by nobody", PLAN, "to[0] = static_cast<int>(end - own) * width + lane;", "to[0] = static_cast<int>(end - own) * width + lane + width;", ("numbers",)),
+    Mutant("an entry is done twice", PLAN, "to[1] = static_cast<int>(end) * width;", "to[1] = static_cast<int>(end) * width + width;", ("race", "out-of-bounds", "numbers")),
+    Mutant("bounds of the prefixes are not sums", PLAN, "kv_total += sum;", "", ("numbers", "status", "out-of-bounds")),
+]  # fmt: skip
+
+MUTANTS = [
+    *PLANTED,
+    *each_barrier(ATTENTION),
+    *each_barrier(PLAN),
+    *each_barrier(HEADER),
+]
+
+# The second is a step that cannot be planned; the last ones have slots outside the pool.
+STEPS: list[tuple[str, Any, dict[str, Any]]] = [
+    # several tiles, row tiles, pieces, words; several items and several units a block
+    ("", batch_of([150, 40], [17, 17], masks="any", spread=4.0), {"num_ctas": 6, "combine_ctas": 1}),
+    ("no plan", batch_of([20, 40], [2, 3], latent=16), {"num_ctas": 2}),
+    ("", batch_of([3] * 2 + [33], [70, 1, 9], latent=16, masks="any"), {"num_ctas": 2}),
+    # more pieces than verify_combine has warps
+    ("", batch_of([300], [8], latent=16, draft_source="separate", spread=4.0), {"num_ctas": 12}),
+    # more requests than verify_plan has threads
+    ("", batch_of([17] * 70, [1] * 70, latent=16), {"num_ctas": 70, "plan_values": {**FINE, "PLAN_THREADS": 64}}),
+    ("bad slots", batch_of([40], [9], latent=16), {"num_ctas": 2}),
+]  # fmt: skip
+
+
+def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Run the steps with these texts; return kinds of reports, and "numbers" if one is wrong."""
+
+    def made(stem: str, names: Sequence[str]) -> Any:
+        def kernels_of(**values: int | str) -> tuple[Kernel, ...]:
+            source = kernels[stem].with_values(**values)
+            return tuple(Kernel(source, name) for name in names)
+
+        return kernels_of
+
+    monkeypatch.setattr(
+        attention_op,
+        "verify_attention_kernels",
+        made(ATTENTION, ("verify_partials", "verify_combine")),
+    )
+    monkeypatch.setattr(
+        plan_op, "verify_plan_kernels", made(PLAN, ("verify_plan", "verify_kv_list"))
+    )
+    kinds: set[str] = set()
+    for spoil, batch, how in STEPS:
+        step = VerifyStep(batch, gather=True, **how)
+        if spoil == "bad slots":
+            step.tensors["req_to_token"][:, 5] = batch.layout.num_slots
+        if spoil == "no plan":
+            step.tensors["seq_lens"][:] = 400, -1  # too many for kv_indices, and a bad length
+        try:
+            with cuverify.checked(schedule="random", seed=1, max_accesses=20_000_000):
+                step()
+        except CheckerError as error:
+            kinds |= {report.kind for report in error.reports}
+        else:
+            if (spoil == "no plan") != bool(step.plan.peek_status().code):
+                kinds.add("status")
+            if not spoil and step.wrong():
+                kinds.add("numbers")
+        if kinds:
+            break
+    return kinds
+
+
+def sources(mutant: Mutant | None, folder: Path) -> dict[str, KernelSource]:
+    """Return the texts of both kernels, one of them or a header of theirs mutated."""
+    if mutant is not None and mutant.stem == HEADER:
+        (folder / HEADER).write_text(mutant.text())
+    texts = {}
+    for stem in STEMS:
+        text = mutant.text() if mutant is not None and mutant.stem == stem else text_of(stem)
+        texts[stem] = KernelSource.from_text(text, name=f"{stem}.cu", include_dirs=(folder,))
+    return texts
+
+
+def test_the_untouched_text_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caught_by(sources(None, tmp_path), monkeypatch) == set()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+def test_mutants_are_caught(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = caught_by(sources(mutant, tmp_path), monkeypatch)
+    assert kinds & set(mutant.kinds), f"caught by {kinds or 'nothing'}"

@@ -1,0 +1,598 @@
+"""Verify attention against plain dense float64 attention, in both lanes."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import cuverify
+from cuverify.cases import Target
+from cuverify.compile import ARCHITECTURES, max_shared_bytes
+from cuverify.errors import ArgumentError
+from cuverify.ops.verify_attention import (
+    AttentionWorkspace,
+    VerifyAttention,
+    verify_attention_kernels,
+    verify_workspace,
+)
+from cuverify.ops.verify_plan import VerifyPlan, plan_workspace
+from cuverify.strategies import examples, verify_batches
+from cuverify.tree import DraftTree
+from cuverify.verify_batch import VerifyBatch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_steps import FINE, VerifyStep, batch_of, bf16, dense
+
+Schedule = Literal["ascending", "descending", "random"]
+SCHEDULES: tuple[Schedule, ...] = ("ascending", "descending", "random")
+
+gpu = pytest.mark.gpu
+both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
+
+
+def assert_right(batch: VerifyBatch, xp: Target = "numpy", **how: Any) -> VerifyStep:
+    step = VerifyStep(batch, xp, **how)
+    step()
+    assert step.wrong() == [], batch
+    return step
+
+
+def pieces(step: VerifyStep) -> int:
+    """Return the most pieces that a row tile was cut into."""
+    from cuverify.buffers import read
+
+    return int(read(step.plan.workspace.work)[:, 5].max())
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+@both_lanes
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("tree", [1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256])
+def test_trees_of_every_width(tree: int, heads: int, xp: Target) -> None:
+    assert_right(batch_of([37], [tree], heads=heads, latent=16), xp, num_ctas=5)
+
+
+@both_lanes
+@pytest.mark.parametrize("prefix", [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 160])
+def test_prefixes_around_tiles(prefix: int, xp: Target) -> None:
+    for tree in (1, 5, 16):
+        assert_right(batch_of([prefix], [tree]), xp, num_ctas=4)
+
+
+@both_lanes
+@pytest.mark.parametrize("width", [(16, 16), (32, 48), (64, 16), (80, 16), (112, 64), (512, 64)])
+def test_columns(width: tuple[int, int], xp: Target) -> None:
+    latent, rope = width
+    assert_right(batch_of([50, 3], [9, 2], latent=latent, rope=rope), xp)
+
+
+@both_lanes
+@pytest.mark.parametrize("heads", [24, 32, 64, 128])
+def test_more_heads(heads: int, xp: Target) -> None:
+    assert_right(batch_of([30, 5], [3, 2], heads=heads, latent=16), xp)
+
+
+@both_lanes
+@pytest.mark.parametrize("num_ctas", [1, 2, 3, 5, 8, 16, 40])
+def test_any_number_of_pieces(num_ctas: int, xp: Target) -> None:
+    step = assert_right(batch_of([333, 64, 0, 16], [9, 9, 1, 4]), xp, num_ctas=num_ctas)
+    assert pieces(step) >= num_ctas / 4
+
+
+@both_lanes
+def test_many_pieces_of_a_long_prefix(xp: Target) -> None:
+    for values in ({}, {"COMBINE_UNROLL": 1}, {"COMBINE_THREADS": 32}):
+        step = assert_right(
+            batch_of([2500], [8], latent=16), xp, num_ctas=80, combine_ctas=3, values=values
+        )
+        assert pieces(step) > 70
+
+
+@both_lanes
+def test_deeper_rings(xp: Target) -> None:
+    for stages in (5, 7):
+        assert_right(batch_of([200], [8]), xp, values={"STAGES": stages})
+
+
+@both_lanes
+def test_the_plan_as_it_comes(xp: Target) -> None:
+    assert_right(batch_of([700, 9, 300], [33, 33, 33]), xp, num_ctas=16, plan_values={})
+
+
+@both_lanes
+def test_padded_requests(xp: Target) -> None:
+    batch = batch_of([40, 3], [9, 9, 9, 9], padded=2, masks="trees")
+    step = assert_right(batch, xp)
+    assert np.isfinite(bf16(step.outputs()[0])).all()
+
+
+@both_lanes
+@pytest.mark.parametrize("source", ["slots", "separate"])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_index_types_and_gaps(index: str, source: str, xp: Target) -> None:
+    for gap in (0, 8, 56):
+        batch = batch_of([70, 20], [9, 4], index_dtype=index, draft_source=source, row_gap=gap)
+        for gather in (False, True):
+            assert_right(batch, xp, gather=gather, index=np.dtype(index).type)
+
+
+@both_lanes
+def test_drafts_of_both_kinds_give_the_same_bits(xp: Target) -> None:
+    batch = batch_of([70, 20], [9, 4], draft_source="slots")
+    separate = VerifyStep(batch, xp)
+    first = assert_right(batch, xp).outputs()
+    given_apart = VerifyAttention(
+        separate.tensors["q"], separate.tensors["kv"], separate.out, separate.lse,
+        plan=separate.plan, visible=separate.tensors["visible"], sm_scale=batch.sm_scale,
+        draft_kv=separate.tensors["draft_kv"],
+    )  # fmt: skip
+    separate.plan()
+    given_apart()
+    for one, other in zip(first, separate.outputs(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@both_lanes
+def test_queries_in_two_parts_and_a_pool_with_a_head_axis(xp: Target) -> None:
+    batch = batch_of([50], [9], heads=16)
+    step = VerifyStep(batch, xp)
+    q, kv = batch.q(), batch.pool()
+    wide = np.full((9, 2 * 16, 64 + 8), 0x7FFF, np.uint16)
+    wide[:, :16, :64] = q[:, :, :64]
+    latent = step.tensor(wide)[:, :16, :64]
+    rope = step.tensor(np.ascontiguousarray(q[:, :, 64:]))
+    parts = VerifyAttention(
+        (latent, rope), step.tensor(kv[:, None].copy()), step.out, step.lse,
+        plan=step.plan, visible=step.tensors["visible"], sm_scale=batch.sm_scale,
+        out_cache_loc=step.tensors["out_cache_loc"],
+    )  # fmt: skip
+    step.plan()
+    parts()
+    assert step.wrong() == []
+
+
+def test_torch_tensors_on_the_host_lane() -> None:
+    import torch
+
+    batch = batch_of([50], [9])
+    step = VerifyStep(batch)
+
+    def tensor(array: Any) -> Any:
+        signed = {np.dtype(np.uint16): np.int16, np.dtype(np.uint64): np.int64}
+        there = torch.from_numpy(array.view(signed.get(array.dtype, array.dtype)).copy())
+        return there.view(torch.bfloat16) if array.dtype == np.uint16 else there
+
+    given = {name: tensor(value) for name, value in step.inputs(batch).items()}
+    out = torch.full((9, 8, 64), float("nan"), dtype=torch.bfloat16)
+    lse = torch.full((9, 8), float("nan"))
+    plan = VerifyPlan(
+        given["seq_lens"], given["qo_indptr"], heads=8, max_tokens=9,
+        kv_indices=given["kv_indices"],
+    )  # fmt: skip
+    plan()
+    assert plan.read_status().request == -1
+    VerifyAttention(
+        given["q"], given["kv"], out, lse, plan=plan, visible=tensor(batch.visible(4)),
+        sm_scale=batch.sm_scale, out_cache_loc=given["out_cache_loc"],
+    )()  # fmt: skip
+    step.out[:], step.lse[:] = out.view(torch.int16).numpy().view(np.uint16), lse.numpy()
+    assert step.wrong() == []
+
+
+# --- what rows see -------------------------------------------------------------------------------
+
+
+@both_lanes
+@pytest.mark.parametrize("grow", [DraftTree.chain, DraftTree.star, DraftTree.comb])
+def test_kinds_of_trees(grow: Any, xp: Target) -> None:
+    for nodes in (1, 8, 33, 70):
+        assert_right(batch_of([20], [grow(nodes)], latent=16), xp)
+
+
+@both_lanes
+def test_any_mask(xp: Target) -> None:
+    for tree in (1, 9, 64, 70, 200):
+        assert_right(batch_of([20, 0], [tree, 5], masks="any", latent=16), xp, num_ctas=4)
+
+
+@both_lanes
+def test_rows_that_see_nothing(xp: Target) -> None:
+    batch = batch_of([0, 33], [9, 9])
+    step = VerifyStep(batch, xp, num_ctas=4)
+    step.tensors["visible"][:] = 0
+    step()
+    bits, lse = step.outputs()
+    assert (bits[:9] == 0).all() and np.isneginf(lse[:9]).all()
+    assert np.isfinite(bf16(bits)).all() and np.isfinite(lse[9:]).all()
+
+
+@both_lanes
+def test_words_that_a_tree_does_not_need(xp: Target) -> None:
+    batch = batch_of([20], [9])
+    step = VerifyStep(batch, xp)
+    step()
+    for words in (2, 4):
+        again = VerifyStep(batch, xp)
+        attend = VerifyAttention(
+            again.tensors["q"], again.tensors["kv"], again.out, again.lse,
+            plan=again.plan, visible=again.tensor(batch.visible(words)),
+            sm_scale=batch.sm_scale, out_cache_loc=again.tensors["out_cache_loc"],
+        )  # fmt: skip
+        again.plan()
+        attend()
+        for one, other in zip(step.outputs(), again.outputs(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@both_lanes
+@pytest.mark.parametrize("order", ["rising", "falling", "one peak"])
+def test_scores_far_apart(order: str, xp: Target) -> None:
+    batch = batch_of([130], [8], spread=0.0, seed=3)
+    rise = {
+        "rising": np.linspace(-300, 300, 130),
+        "falling": np.linspace(300, -300, 130),
+        "one peak": np.where(np.arange(130) == 77, 200.0, -100.0),
+    }[order]
+    pool = batch.pool()
+    steered = (rise / batch.sm_scale / 8.0).astype(np.float32).view(np.uint32) >> 16
+    pool[batch.layout.prefix_slots(0), -1] = steered.astype(np.uint16)
+
+    class Steered(VerifyBatch):
+        def pool(self) -> Any:
+            return pool
+
+    steered_batch = Steered(
+        batch.layout, batch.trees, latent=64, rope=16, spread=0.0, seed=3, heads=8
+    )
+    for num_ctas in (1, 5):
+        assert_right(steered_batch, xp, num_ctas=num_ctas)
+
+
+@both_lanes
+def test_negative_and_large_scales(xp: Target) -> None:
+    for scale in (1e-6, 0.5):
+        assert_right(batch_of([50], [9], sm_scale=scale, spread=2.0), xp)
+
+
+# --- slots outside the pool ----------------------------------------------------------------------
+
+
+@both_lanes
+@pytest.mark.parametrize("slot", [-1, 10**6, 2**31 - 1, -(2**40), 2**62])
+def test_slots_outside_the_pool_are_never_read(slot: int, xp: Target) -> None:
+    batch = batch_of([40, 40], [9, 9], index_dtype="int64")
+    step = VerifyStep(batch, xp, num_ctas=4)
+    step.tensors["kv_indices"][45] = slot  # of the second request's prefix
+    step.tensors["out_cache_loc"][8] = slot  # the first request's last node
+    if xp == "numpy":
+        with cuverify.checked():
+            step()
+    else:
+        step()
+    bits, lse = step.outputs()
+    sees = np.array([int(row[0]) >> 8 & 1 for row in batch.visible()[:9]], bool)
+    blind_to_it = np.isfinite(lse).all(axis=1)
+    np.testing.assert_array_equal(~blind_to_it[:9], sees)
+    assert not blind_to_it[9:].any()
+    np.testing.assert_array_equal(np.isnan(bf16(bits)).any(axis=(1, 2)), ~blind_to_it)
+    right = dense(batch)
+    near = np.abs(bf16(bits)[blind_to_it] - right.out[blind_to_it])
+    assert (near <= 0.02 * right.magnitude[blind_to_it]).all()
+
+
+def test_a_pool_that_32_bits_do_not_address() -> None:
+    batch = batch_of([30], [9])
+    stride = 2**31 // len(batch.pool()) // 8 * 8 * 2 + 64
+    size = stride * 2 * len(batch.pool())
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it since 3.13
+    try:
+        room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError as error:
+        pytest.skip(f"no room for {size} bytes of addresses: {error}")
+    wide = np.frombuffer(room, np.uint16).reshape(-1, stride)[:, :80]
+    wide[:] = batch.pool()
+    step = VerifyStep(batch)
+    attend = VerifyAttention(
+        step.tensors["q"], wide, step.out, step.lse, plan=step.plan,
+        visible=step.tensors["visible"], sm_scale=batch.sm_scale,
+        out_cache_loc=step.tensors["out_cache_loc"],
+    )  # fmt: skip
+    step.plan()
+    attend()
+    assert step.wrong() == []
+
+
+# --- the same bits every time --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_order_of_threads_and_blocks_decides_nothing(schedule: Schedule) -> None:
+    batch = batch_of([130, 40], [17, 17], heads=16)
+    first = assert_right(batch, num_ctas=7)
+    again = VerifyStep(batch, num_ctas=7)
+    with cuverify.checked(schedule=schedule, seed=5):
+        again()
+    for one, other in zip(first.outputs(), again.outputs(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("model", ["sm_80", "sm_90"])
+def test_with_the_roundings_of_tensor_cores(model: str) -> None:
+    from cuverify.host.options import host_options
+
+    with host_options(mma=model):
+        assert_right(batch_of([90], [9], spread=3.0))
+
+
+@gpu
+def test_a_gpu_repeats_itself_bit_by_bit() -> None:
+    batch = batch_of([3000, 500, 0, 70], [17, 17, 17, 17], latent=512, rope=64)
+    step = assert_right(batch, "torch-cuda", num_ctas=100)
+    first = step.outputs()
+    for _ in range(20):
+        step.poison()
+        step()
+        for one, other in zip(first, step.outputs(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@both_lanes
+def test_the_same_launches_follow_other_inputs(xp: Target) -> None:
+    batches = [
+        batch_of(lens, trees, num_slots=900, seed=seed)
+        for seed, (lens, trees) in enumerate(
+            [([490, 20, 7], [8, 8, 8]), ([1, 0, 300], [8, 8, 8]), ([16, 16, 16], [9, 1, 14])]
+        )
+    ]
+    step = VerifyStep(batches[0], xp, num_ctas=6, gather=True)
+    step.refill(batches[0])
+    run: Any = step
+    if xp == "torch-cuda":
+        import torch
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    for batch in (*batches, *reversed(batches)):
+        step.refill(batch)
+        step.poison()
+        run()
+        assert step.wrong() == [], batch
+
+
+@both_lanes
+def test_rows_without_a_request_are_left_alone(xp: Target) -> None:
+    assert_right(batch_of([20, 3], [9, 4]), xp, max_tokens=40)
+
+
+@both_lanes
+def test_an_empty_plan_writes_nothing(xp: Target) -> None:
+    step = VerifyStep(batch_of([20, 3], [9, 4]), xp)
+    step.tensors["seq_lens"][1] = -5
+    step()
+    bits, lse = step.outputs()
+    assert np.isnan(bf16(bits)).all() and np.isnan(lse).all()
+    with pytest.raises(ArgumentError, match=r"seq_lens\[1\]=-5"):
+        step.plan.read_status()
+
+
+# --- drawn batches -------------------------------------------------------------------------------
+
+
+@examples(60)
+@given(
+    batch=verify_batches(max_requests=3, max_tree_tokens=20),
+    num_ctas=st.integers(1, 9),
+    plan_values=st.sampled_from([FINE, {}]),
+    gather=st.booleans(),
+)
+def test_drawn_batches(
+    batch: VerifyBatch, num_ctas: int, plan_values: dict[str, int], gather: bool
+) -> None:
+    assert_right(batch, num_ctas=num_ctas, plan_values=plan_values, gather=gather)
+
+
+@examples(30)
+@given(
+    batch=verify_batches(max_requests=2, max_seq_len=80, max_tree_tokens=9),
+    num_ctas=st.integers(1, 5),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 99),
+)
+@example(batch=batch_of([0], [1]), num_ctas=1, schedule="ascending", seed=0)
+def test_drawn_batches_under_the_checkers(
+    batch: VerifyBatch, num_ctas: int, schedule: Schedule, seed: int
+) -> None:
+    with cuverify.checked(schedule=schedule, seed=seed):
+        assert_right(batch, num_ctas=num_ctas)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("compiler", ["g++", "zig"])
+def test_real_columns_under_the_checkers(compiler: str, schedule: Schedule) -> None:
+    batch = batch_of([70, 33, 3], [9, 9, 9, 9], latent=512, rope=64, padded=1)
+    with cuverify.checked(schedule=schedule, compiler=compiler):
+        assert_right(batch, num_ctas=4)
+
+
+@gpu
+@examples(100)
+@given(
+    batch=verify_batches(
+        max_requests=6,
+        max_seq_len=2000,
+        max_tree_tokens=140,
+        widths=((512, 64), (64, 16)),
+    ),
+    num_ctas=st.sampled_from([1, 7, 132]),
+)
+def test_drawn_batches_on_a_gpu(batch: VerifyBatch, num_ctas: int) -> None:
+    assert_right(batch, "torch-cuda", num_ctas=num_ctas)
+
+
+# --- resources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_registers_and_shared_memory_fit_every_gpu(arch: str) -> None:
+    for kernel in verify_attention_kernels():
+        resources = kernel.compile(arch).resources[kernel.name]
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), resources
+        assert resources.stack_bytes == 0, resources
+        shared = kernel.contract.shared
+        dynamic = 0 if shared is None else shared({"STAGES": 4, "LATENT": 512, "ROPE": 64})
+        assert resources.static_shared_bytes + dynamic <= max_shared_bytes(arch)
+
+
+def test_scratch_grows_with_blocks_and_not_with_the_batch() -> None:
+    small, large = (verify_workspace(batch, 64 * batch, 8, 132) for batch in (1, 64))
+    assert small["partial_out"].shape[0] <= large["partial_out"].shape[0] <= 2 * 132
+    assert large["work"].shape[0] == 64 * 8 + 132 + 56
+    assert large["partial_out"].bytes == 264 * 64 * 512 * 2
+
+
+# --- misuse --------------------------------------------------------------------------------------
+
+
+def good() -> dict[str, Any]:
+    """Return arguments that are right: two requests, nine tokens each."""
+    batch = batch_of([20, 30], [9, 9])
+    step = VerifyStep(batch)
+    return {
+        "q": step.tensors["q"],
+        "kv": step.tensors["kv"],
+        "out": np.zeros((18, 8, 64), np.uint16),
+        "lse": np.zeros((18, 8), np.float32),
+        "plan": step.plan,
+        "visible": step.tensors["visible"],
+        "sm_scale": 0.1,
+        "out_cache_loc": step.tensors["out_cache_loc"],
+    }
+
+
+def strided(rows: int, columns: int, stride: int) -> Any:
+    return np.zeros((rows, stride), np.uint16)[:, :columns]
+
+
+def off_by(array: Any, elements: int) -> Any:
+    room = np.zeros(array.size + 16, array.dtype)
+    start = -(room.ctypes.data // array.itemsize) % (16 // array.itemsize) + elements
+    return room[start : start + array.size].reshape(array.shape)
+
+
+def workspace_with(plan: VerifyPlan, **other: Any) -> AttentionWorkspace:
+    own = AttentionWorkspace.allocate(np.zeros(1), plan=plan, latent=64)
+    return AttentionWorkspace(
+        **{"partial_out": own.partial_out, "partial_lse": own.partial_lse, **other}
+    )
+
+
+MISUSE = [
+    ("no tokens", lambda a: {"out": a["out"][:0]}, r"out=.*\[0, 8, 64\]"),
+    ("fewer tokens than planned", lambda a: {"out": a["out"][:17]}, "out=.*17 tokens.*up to 18"),
+    ("other rows of lse", lambda a: {"lse": a["lse"][:17]}, "lse=.*17 rows.*18 tokens"),
+    ("other rows of q", lambda a: {"q": a["q"][:17]}, "q=.*17 rows.*18 tokens"),
+    ("heads of another plan", lambda a: {"out": np.zeros((18, 16, 64), np.uint16)}, "out=.*16 heads.*for 8"),
+    ("heads of q", lambda a: {"q": np.zeros((18, 16, 80), np.uint16)}, "q_latent=.*16"),
+    ("latent is odd", lambda a: {"out": np.zeros((18, 8, 60), np.uint16)}, "out=.*60 columns.*16"),
+    ("no rope", lambda a: {"q": np.zeros((18, 8, 64), np.uint16)}, r"q=.*64 \+ rope"),
+    ("rope is odd", lambda a: {"q": np.zeros((18, 8, 72), np.uint16)}, "q=.*8 columns for rope"),
+    ("q of three parts", lambda a: {"q": (a["q"], a["q"], a["q"])}, r"q=.*\(q_latent, q_rope\)"),
+    ("q in fp32", lambda a: {"q": a["q"].astype(np.float32)}, "q_latent=.*float32.*bf16"),
+    ("row stride of q", lambda a: {"q": np.zeros((18, 8, 84), np.uint16)[..., :80]}, "q=.*168 bytes apart.*16"),
+    ("row stride of the pool", lambda a: {"kv": strided(100, 80, 84)}, "kv=.*168 bytes apart.*16"),
+    ("row stride of out", lambda a: {"out": strided(18, 512, 516).reshape(18, 8, 64)}, "out=.*1032 bytes apart.*16"),
+    ("columns of the pool", lambda a: {"kv": np.zeros((100, 96), np.uint16)}, r"kv=.*\[rows, 80\]"),
+    ("empty pool", lambda a: {"kv": np.zeros((0, 80), np.uint16)}, r"kv=.*\[0, 80\]"),
+    ("pool with two heads", lambda a: {"kv": np.zeros((50, 2, 80), np.uint16)}, r"kv=.*\[50, 2, 80\]"),
+    ("address of the pool", lambda a: {"kv": off_by(a["kv"], 1)}, "kv=.*2 bytes off a multiple of 16"),
+    ("address of out", lambda a: {"out": off_by(a["out"], 4)}, "out=.*8 bytes off a multiple of 16"),
+    ("mask too short", lambda a: {"visible": a["visible"][:17]}, "visible=.*17 rows"),
+    ("mask too narrow", lambda a: {"plan": replanned(a["plan"], 65)}, "visible=.*1 words hold 64 bits.*65 tokens"),
+    ("mask too wide", lambda a: {"visible": np.zeros((18, 5), np.uint64)}, "visible=.*1 to 4 words"),
+    ("mask of bytes", lambda a: {"visible": np.zeros((18, 1), np.uint8)}, "visible=.*uint8"),
+    ("slots in int32", lambda a: {"out_cache_loc": a["out_cache_loc"].astype(np.int32)}, "out_cache_loc=.*int32.*int64"),
+    ("no drafts", lambda a: {"out_cache_loc": None}, "draft_kv=None.*out_cache_loc"),
+    ("drafts twice", lambda a: {"draft_kv": np.zeros((18, 80), np.uint16)}, "draft_kv=.*either"),
+    ("rows of draft_kv", lambda a: {"draft_kv": np.zeros((17, 80), np.uint16), "out_cache_loc": None}, "draft_kv=.*17 rows"),
+    ("scale of infinity", lambda a: {"sm_scale": float("inf")}, "sm_scale=inf.*finite"),
+    ("scale as a tensor", lambda a: {"sm_scale": np.ones(1, np.float32)}, "sm_scale=.*finite number"),
+    ("workspace too small", lambda a: {"workspace": workspace_with(a["plan"], partial_lse=np.zeros((2, 64), np.float32))}, r"workspace.partial_lse=.*too small.*entries of work"),
+    ("workspace of another latent", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((9, 64, 80), np.uint16))}, "workspace.partial_out=.*64, 64"),
+    ("out is q", lambda a: {"out": a["q"].reshape(-1)[: 18 * 512].reshape(18, 8, 64)}, "out=.*shares memory with q"),
+    ("scratch is out", lambda a: scratch_in_out(a), "workspace.partial_out=.*shares memory with out"),
+    ("lse is scratch", lambda a: lse_in_scratch(a), "partial_lse=.*shares memory with lse"),
+    ("a plan without slots", lambda a: {"plan": replanned(a["plan"], 64, kv_indices=None)}, "plan=.*kv_indices"),
+    ("no blocks", lambda a: {"combine_ctas": 0}, "combine_ctas=0"),
+]  # fmt: skip
+
+
+def replanned(plan: VerifyPlan, max_tree_tokens: int, **other: Any) -> VerifyPlan:
+    given = {"kv_indices": plan.kv_indices, **other}
+    return VerifyPlan(
+        np.array([20, 30], np.int32), plan.qo_indptr, heads=8, max_tokens=18,
+        max_tree_tokens=max_tree_tokens, **given,
+    )  # fmt: skip
+
+
+def scratch_in_out(given: dict[str, Any]) -> dict[str, Any]:
+    room = np.zeros(64 * 64 * 40, np.uint16)
+    slots = len(workspace_with(given["plan"]).partial_out)
+    return {
+        "out": room[: 18 * 512].reshape(18, 8, 64),
+        "workspace": workspace_with(
+            given["plan"], partial_out=room[: slots * 4096].reshape(slots, 64, 64)
+        ),
+    }
+
+
+def lse_in_scratch(given: dict[str, Any]) -> dict[str, Any]:
+    partial = workspace_with(given["plan"]).partial_lse
+    return {
+        "lse": partial.reshape(-1)[: 18 * 8].reshape(18, 8),
+        "workspace": workspace_with(given["plan"], partial_lse=partial),
+    }
+
+
+@pytest.mark.parametrize(("spoil", "says"), [m[1:] for m in MISUSE], ids=[m[0] for m in MISUSE])
+def test_misuse_names_the_argument(spoil: Any, says: str) -> None:
+    arguments = good()
+    VerifyAttention(**arguments)
+    arguments |= spoil(arguments)
+    with pytest.raises(ArgumentError, match=f"(?s){says}"):
+        VerifyAttention(**arguments)
+
+
+def test_interleaved_tensors_need_not_overlap() -> None:
+    arguments = good()
+    room = np.zeros((18, 8 * 80 + 8 * 64), np.uint16)
+    q, out = room[:, :640].reshape(18, 8, 80), room[:, 640:].reshape(18, 8, 64)
+    VerifyAttention(**(arguments | {"q": q, "out": out}))
+    later = room[:, 632:1144].reshape(18, 8, 64)
+    with pytest.raises(ArgumentError, match="out=.*shares memory with q"):
+        VerifyAttention(**(arguments | {"q": q, "out": later}))
+
+
+def test_sizes_of_the_workspace_are_checked() -> None:
+    for sizes, says in (
+        ((0, 8, 8, 4), "max_batch=0"),
+        ((1, 0, 8, 4), "max_tokens=0"),
+        ((1, 8, 12, 4), "heads=12"),
+        ((1, 8, 8, 0), "num_ctas=0"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            plan_workspace(*sizes)
