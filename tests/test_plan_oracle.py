@@ -154,6 +154,9 @@ def test_slots_are_gathered_by_request() -> None:
     table = np.array([[0, 0, 0], [7, 8, 9], [-1, -1, -1], [4, 5, 6]])
     listed = kv_list(np.array([0, 2, 2, 5]), np.array([3, 0, 1]), table)
     assert listed.tolist() == [4, 5, 7, 8, 9]
+    # a request without a prefix, as in an empty plan: its row may be anything
+    listed = kv_list(np.array([0, 0, 1]), np.array([2**31 - 1, 1]), table)
+    assert listed.tolist() == [7]
 
 
 def broken(plan: Plan, name: str, change: Any) -> Plan:

@@ -201,7 +201,7 @@ class TestOnce:
 
 @pytest.mark.skipif("zig" not in [c.name for c in find_compilers()], reason="no ziglang package")
 def test_a_compiler_without_sanitizers_is_not_inspected() -> None:
-    assert standalone.why_not("zig") == "zig ships no sanitizer runtime that works here"
+    assert standalone.why_not("zig") == "zig ships no sanitizer runtime"
     with pytest.raises(ToolchainError, match="zig ships no sanitizer runtime"):
         run(bound("heap_overflow", 1), "zig")
     case = f"{Path(__file__).with_name('check_cases.py')}:CLEAN"
@@ -211,7 +211,7 @@ def test_a_compiler_without_sanitizers_is_not_inspected() -> None:
     said = {entry.subject: entry for entry in report.coverage}["second opinion"]
     assert (said.status, said.detail) == (
         "not inspected",
-        "clean: zig ships no sanitizer runtime that works here",
+        "clean: zig ships no sanitizer runtime",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,9 @@ def test_examples_shrink_to_the_simplest_list() -> None:
     def simplest(condition: Any, strategy: Any = None) -> str:
         strategy = relocation_batches() if strategy is None else strategy
         # shrinking ends in a local minimum, which depends on where it begins
-        steady = settings(derandomize=True, database=None, max_examples=2000)
-        return repr(find(strategy, condition, settings=steady)).partition(", num_slots")[0]
+        steady = settings(database=None, max_examples=2000)
+        found = find(strategy, condition, settings=steady, random=random.Random(0))
+        return repr(found).partition(", num_slots")[0]
 
     assert simplest(lambda b: True) == "RelocationBatch(drawn: 0 of 1 rows []"
     assert simplest(lambda b: moving(b).any()) == "RelocationBatch(drawn: 1 of 1 rows [0->1]"

@@ -139,7 +139,7 @@ def test_host_batches_stay_within_what_a_check_has_time_for() -> None:
 
 
 def test_device_batches_are_as_many_and_as_large_as_they_should_be() -> None:
-    batches = list(attention.CASE.device_batches())
+    batches = list(attention.CASE.device_batches(examples=300))
     real = [sized.batch for label, sized in batches if label.startswith("real")]
     others = [sized.batch for label, sized in batches if label.startswith("drawn")]
     assert len(others) == 300
@@ -158,9 +158,9 @@ def test_device_batches_are_as_many_and_as_large_as_they_should_be() -> None:
 
 
 def test_device_plans_replay_on_the_host_too() -> None:
-    for group in groups(list(planning.CASE.device_batches(examples=8))):
+    for group in groups(list(planning.CASE.device_batches())):
         step = planning.VerifyPlanStep(group[0][1], "numpy", num_ctas=132)
-        for label, batch in group[:4]:
+        for label, batch in group:
             step.refill(batch)
             assert wrong_in(step) == [], label
 

@@ -294,9 +294,12 @@ class VerifyAttentionCase:
             yield from _alone(f"real, T {tree_tokens}, H {heads}", batches)
 
     def device_batches(
-        self, *, seed: int = 0, examples: int = 300
+        self, *, seed: int = 0, examples: int = 60
     ) -> Iterator[tuple[str, SizedBatch]]:
-        """Yield `examples` drawn batches and 20 real ones, in groups that share buffers."""
+        """Yield `examples` drawn batches and 20 real ones, in groups that share buffers.
+
+        The oracle takes about a second for each of them.
+        """
         from cuverify.strategies import drawn, verify_batches
 
         kinds: tuple[tuple[int, IndexType, DraftSource, int, tuple[int, int]], ...] = (

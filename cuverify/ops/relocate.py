@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cuverify.arguments import Tensor, as_tensor, device_of
+from cuverify.arguments import Tensor, device_of
+from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import Kernel
@@ -102,29 +103,6 @@ class RelocateStatus:
         )
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """A buffer that the caller provides.
-
-    Attributes
-    ----------
-    shape : tuple of int
-    dtype : str
-        As numpy spells it; torch may store an unsigned one as the signed one of the same width.
-    zeroed : bool
-        Whether it must hold zeros before the first launch. Every launch leaves it so.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    zeroed: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Size of the buffer."""
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-
-
 def relocate_workspace(
     num_slots: int, layers: int, *, shared_bytes: int | None = None
 ) -> dict[str, Buffer]:
@@ -162,7 +140,7 @@ def relocate_workspace(
 
 
 def _bitmap(num_slots: int) -> Buffer:
-    return Buffer((-(-num_slots // 32),), "uint32", zeroed=True)
+    return Buffer((-(-num_slots // 32),), "uint32")
 
 
 def _check_shared_bytes(num_slots: int) -> int:
@@ -211,7 +189,7 @@ class RelocateWorkspace:
             sizes["bitmap"] = _bitmap(layout.num_slots)
         elif bitmap is not None:
             sizes.pop("bitmap", None)
-        return cls(**{name: _zeros(pools[0], buffer) for name, buffer in sizes.items()})
+        return cls(**{name: buffer.zeros(pools[0]) for name, buffer in sizes.items()})
 
 
 class RelocatePlan:
@@ -277,7 +255,7 @@ class RelocatePlan:
         held = {f"workspace.{f.name}": getattr(workspace, f.name) for f in fields(workspace)}
         if workspace.bitmap is None:
             del held["workspace.bitmap"]
-        tensors = {name: _tensor(name, value) for name, value in {**lists, **held}.items()}
+        tensors = {name: tensor_of(name, value) for name, value in {**lists, **held}.items()}
         device = device_of([layout.first, *tensors.values()])
         capacity = _length(tensors["src"])
         if _length(tensors["dst"]) != capacity:
@@ -295,7 +273,7 @@ class RelocatePlan:
         for name, buffer in sizes.items():
             tensor = tensors[f"workspace.{name}"]
             if tensor.shape != buffer.shape:
-                raise _wrong(tensor, f"{need} need shape {list(buffer.shape)}")
+                raise wrong(tensor, f"{need} need shape {list(buffer.shape)}")
 
         self.pools = tuple(pools)
         self.workspace = workspace
@@ -339,7 +317,7 @@ class RelocatePlan:
 
     def peek_status(self) -> RelocateStatus:
         """Return the verdict of the last call, whatever it is. Waits for the device."""
-        return RelocateStatus.from_words(_read(self.workspace.status).tolist())
+        return RelocateStatus.from_words(read(self.workspace.status).tolist())
 
 
 def relocate(
@@ -398,21 +376,21 @@ class _PoolLayout:
     def of(cls, pools: Sequence[Any]) -> _PoolLayout:
         if not isinstance(pools, Sequence) or not len(pools):
             raise ArgumentError("pools", pools, "wants a list with one tensor a layer")
-        tensors = [_tensor(f"pools[{at}]", pool) for at, pool in enumerate(pools)]
+        tensors = [tensor_of(f"pools[{at}]", pool) for at, pool in enumerate(pools)]
         first = tensors[0]
         device_of(tensors)
         num_slots, row_bytes, row_stride = _rows_of(first)
         for tensor in tensors:
             if tensor.dtype != first.dtype:
-                raise _wrong(tensor, f"is {tensor.dtype}, but pools[0] is {first.dtype}")
+                raise wrong(tensor, f"is {tensor.dtype}, but pools[0] is {first.dtype}")
             if _rows_of(tensor) != (num_slots, row_bytes, row_stride):
                 layouts = "{} slots of {} bytes {} bytes apart, but pools[0] has {}, {} and {}"
-                raise _wrong(tensor, "has " + layouts.format(*_rows_of(tensor), *_rows_of(first)))
+                raise wrong(tensor, "has " + layouts.format(*_rows_of(tensor), *_rows_of(first)))
             if tensor.address % _PIECE:
                 off = f"{tensor.address % _PIECE} bytes off a multiple of {_PIECE}"
-                raise _wrong(tensor, f"its address is {off}")
+                raise wrong(tensor, f"its address is {off}")
             if not tensor.writable:
-                raise _wrong(tensor, "is read-only; rows are moved in place")
+                raise wrong(tensor, "is read-only; rows are moved in place")
         addresses = tuple(tensor.address for tensor in tensors)
         _refuse_shared_rows(tensors, num_slots, row_bytes, row_stride)
         return cls(num_slots, row_bytes, row_stride, addresses, first)
@@ -424,16 +402,16 @@ def _rows_of(pool: Tensor) -> tuple[int, int, int]:
     if len(shape) == 3 and shape[1] == 1:
         shape, strides = (shape[0], shape[2]), (strides[0], strides[2])
     if len(shape) != 2 or 0 in shape:
-        raise _wrong(pool, f"has shape {list(pool.shape)}; wants [slots, D] or [slots, 1, D]")
+        raise wrong(pool, f"has shape {list(pool.shape)}; wants [slots, D] or [slots, 1, D]")
     if shape[1] > 1 and strides[1] != 1:
-        raise _wrong(pool, f"elements of a row are {strides[1]} apart; rows must be contiguous")
+        raise wrong(pool, f"elements of a row are {strides[1]} apart; rows must be contiguous")
     row_bytes = shape[1] * pool.itemsize
     row_stride = strides[0] * pool.itemsize if shape[0] > 1 else row_bytes
     if row_bytes % _PIECE:
-        raise _wrong(pool, f"a row has {row_bytes} bytes, which is no multiple of {_PIECE}")
+        raise wrong(pool, f"a row has {row_bytes} bytes, which is no multiple of {_PIECE}")
     if row_stride % _PIECE or row_stride < row_bytes:
         wanted = f"wants a multiple of {_PIECE}, at least the row's {row_bytes}"
-        raise _wrong(pool, f"slots are {row_stride} bytes apart; {wanted}")
+        raise wrong(pool, f"slots are {row_stride} bytes apart; {wanted}")
     return shape[0], row_bytes, row_stride
 
 
@@ -450,23 +428,12 @@ def _refuse_shared_rows(
     shares &= np.triu(np.ones_like(shares), 1)
     if shares.any():
         low, high = (order[int(at)] for at in np.argwhere(shares)[0])
-        raise _wrong(pools[high], f"shares memory with {pools[low].name}")
-
-
-def _tensor(name: str, value: object) -> Tensor:
-    tensor = as_tensor(name, value)
-    if tensor is None:
-        raise ArgumentError(name, value, "wants a tensor of torch, CuPy or numpy")
-    return tensor
-
-
-def _wrong(tensor: Tensor, reason: str) -> ArgumentError:
-    return ArgumentError(tensor.name, tensor.owner, reason)
+        raise wrong(pools[high], f"shares memory with {pools[low].name}")
 
 
 def _length(tensor: Tensor) -> int:
     if len(tensor.shape) != 1:
-        raise _wrong(tensor, f"has {len(tensor.shape)} dimensions, wants one")
+        raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants one")
     return tensor.shape[0]
 
 
@@ -511,20 +478,6 @@ def _refuse_capture(device: str | None) -> None:
         )
 
 
-def _zeros(like: Any, buffer: Buffer) -> Any:
-    """Return a zeroed buffer of the library and on the device of `like`."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(like, torch.Tensor):
-        signed = {"uint32": torch.int32, "int32": torch.int32, "uint64": torch.int64}
-        return torch.zeros(buffer.shape, dtype=signed[buffer.dtype], device=like.device)
-    if isinstance(like, np.ndarray):
-        return np.zeros(buffer.shape, buffer.dtype)
-    import cupy
-
-    with cupy.cuda.Device(like.device.id):
-        return cupy.zeros(buffer.shape, buffer.dtype)
-
-
 def _write(table: Any, addresses: Sequence[int]) -> None:
     """Write addresses into a table of 64-bit words, wherever it is."""
     words = np.array(addresses, np.uint64)
@@ -535,14 +488,3 @@ def _write(table: Any, addresses: Sequence[int]) -> None:
         table[:] = words.view(table.dtype)
     else:
         table.set(words.view(table.dtype))
-
-
-def _read(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's content on the host."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, torch.Tensor):
-        content: np.ndarray[Any, Any] = tensor.cpu().numpy()
-        return content
-    return np.asarray(tensor.get())

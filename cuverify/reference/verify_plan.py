@@ -168,7 +168,8 @@ def kv_list(
     listed: list[int] = []
     for request, row in enumerate(req_pool_indices):
         length = int(kv_indptr[request + 1]) - int(kv_indptr[request])
-        listed.extend(req_to_token[int(row), :length].tolist())
+        if length:  # the row of a request without a prefix is not read, and may be anything
+            listed.extend(req_to_token[int(row), :length].tolist())
     return np.array(listed, np.int64)
 
 
