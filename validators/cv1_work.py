@@ -191,7 +191,7 @@ def _cold_stream(seen: CaptureSeen) -> Iterator[Verdict]:
             evidence={"error": cold.fault.error},
         )
     known = {(call.where, call.kind) for call in seen.calls if call.phase == seen.replayed}
-    told = set()
+    told: set[tuple[str | None, str]] = set()
     for call in seen.calls:
         fresh = call.kind in _STATE and not call.torch_owned and call.phase == "cold"
         if fresh and (call.where, call.kind) not in known | told:

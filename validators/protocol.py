@@ -157,6 +157,7 @@ class CaptureProtocol:
         changes: int | None,
         warmups: int,
         strict: bool,
+        thorough: bool,
     ) -> None:
         """Run all parts; each one that fails leaves the others."""
         first, *others = inputs
@@ -166,17 +167,19 @@ class CaptureProtocol:
         except StopError:
             return
         try:
-            self._part("eager run again", self._eager_again, *first)
+            if thorough:
+                self._part("eager run again", self._eager_again, *first)
             self._part("capture", self._capture_to_replay, first, warmups)
             if self.graph is not None:
                 self._part("replays", self._replays, first, others, changes)
+            if self.graph is not None and thorough:
                 self._part("double capture", self._double, first)
                 disturbing = trials.DEVICE_TRIALS if self.tools.on_device else ()
                 for name, trial in (*trials.TRIALS, *disturbing):
                     if self.base:
                         self._part(name, trial, self, first)
                 self._part("eager runs on other inputs", self._last, first)
-            if strict:
+            if strict and thorough:
                 self._part("strict capture", self._strict, first)
                 self._part("cold capture", self._cold, first)
                 self._part("warm-up comparison", self._fresh, first)
