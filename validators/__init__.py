@@ -17,14 +17,14 @@ if __name__ != "cuverify.validators":
     )
 
 if TYPE_CHECKING:
+    from cuverify.validators.api import validate as validate
+    from cuverify.validators.api import validate_callable as validate_callable
+    from cuverify.validators.api import validate_factory as validate_factory
     from cuverify.validators.callable_case import CallableCase as CallableCase
     from cuverify.validators.capture import CaptureResult as CaptureResult
     from cuverify.validators.capture import capture_and_replay as capture_and_replay
     from cuverify.validators.compare import Bounded as Bounded
     from cuverify.validators.compare import Tolerance as Tolerance
-    from cuverify.validators.api import validate as validate
-    from cuverify.validators.api import validate_callable as validate_callable
-    from cuverify.validators.api import validate_factory as validate_factory
 
 # name -> module that defines it; loaded on first use
 _EXPORTS = {
