@@ -19,7 +19,7 @@ _OUR_STEPS = (
     "cuverify.benches.",
     "cuverify.reference.",
     "cuverify.sglang.",
-    "cuverify.validators.zoo",
+    "cuverify.validators.zoo.cv",
 )
 _DEPTH = 60  # frames that are looked at: a call from deeper inside a library has no place
 
