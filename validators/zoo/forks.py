@@ -156,7 +156,7 @@ def serve(work: Mapping[str, Any], emit: Emit) -> None:
 
 def _fork(job: int, task: str, work: Mapping[str, Any], limit_s: float) -> _Running:
     reading, writing = os.pipe()
-    log = tempfile.TemporaryFile()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the outcome
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:

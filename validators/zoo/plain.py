@@ -1,4 +1,4 @@
-"""Run a mutant or its twin without the validator: is it what the registry says?
+"""Run a mutant or its twin without the validator, to see that it is what the registry says.
 
 A mutant is worth nothing when its step is wrong in another way than it claims, and a twin when it
 does not survive a capture. This asks both of torch alone.

@@ -714,8 +714,8 @@ MUTANTS: tuple[Mutant, ...] = (
 # failure classes of the field without a mutant, and why
 CLASSES_NOT_SHOWN: Mapping[int, str] = MappingProxyType(
     {
-        8: "a cache of graphs that replays the wrong one stands above the step: the validator makes "
-        "its own graph and sees no cache",
+        8: "a cache that replays the wrong graph stands above the step: the validator makes its own "
+        "graph and sees no cache",
         20: "needs a second GPU to be the current one",
     }
 )
