@@ -20,6 +20,7 @@ import click
 
 import cuverify
 from cuverify.errors import CuverifyError
+from cuverify.evidence.parts import part_names
 
 if TYPE_CHECKING:
     from cuverify.report import Report
@@ -314,7 +315,7 @@ def verify(json_file: Path | None) -> int:
 
 
 @evidence.command()
-@click.option("--part", required=True, type=click.Choice(["tests", "bench"]))
+@click.option("--part", required=True, type=click.Choice(part_names()))
 def record(part: str) -> int:
     """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json."""
     from cuverify import evidence
