@@ -121,7 +121,7 @@ def validate_factory(
     ArgumentError
         `silence_s` is not positive.
     """
-    listener = _Listener(reference)
+    listener = Listener(reference)
     outcome = run_child(
         _TASK,
         {"reference": reference},
@@ -220,7 +220,7 @@ def _report(name: str, results: list[CaptureResult]) -> Report:
     return report
 
 
-class _Listener:
+class Listener:
     """Keeps what a child said last."""
 
     def __init__(self, reference: str) -> None:

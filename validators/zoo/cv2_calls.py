@@ -280,7 +280,7 @@ def _compiled(number: int) -> Any:
 def library_handle(*, faulty: bool = True) -> CallableCase:
     """Create a cuBLAS handle inside the step."""
     v = Vectors.make()
-    cublas = _cublas()
+    cublas = _loaded("cublas")
     handles = [ctypes.c_void_p()]
 
     def step() -> None:
@@ -292,10 +292,10 @@ def library_handle(*, faulty: bool = True) -> CallableCase:
     return v.case(step)
 
 
-def _cublas() -> ctypes.CDLL:
-    # torch has loaded it; by its name the loader finds the one that is there
+def _loaded(library: str) -> ctypes.CDLL:
+    """Return a CUDA library that torch has loaded: by its name the loader finds that one."""
     major = (torch.version.cuda or "13").partition(".")[0]
-    return ctypes.CDLL(f"libcublas.so.{major}")
+    return ctypes.CDLL(f"lib{library}.so.{major}")
 
 
 def unjoined_stream(*, faulty: bool = True) -> CallableCase:
@@ -319,13 +319,15 @@ def unjoined_stream(*, faulty: bool = True) -> CallableCase:
 def host_callback(*, faulty: bool = True) -> CallableCase:
     """Put a Python function into the stream."""
     v = Vectors.make()
+    cudart = _loaded("cudart")
     calls: list[int] = []
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: calls.append(1))
 
     def step() -> None:
         v.launch()
         if faulty:
-            with current_stream() as stream:
-                stream.launch_host_func(calls.append, 1)  # fault
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            cudart.cudaLaunchHostFunc(stream, callback, None)  # fault
 
     return v.case(step)
 

@@ -26,13 +26,15 @@ from cuverify.validators.zoo.parts import (
     zeros,
 )
 
-LARGE = 6 << 20  # floats: too large for torch to serve it from memory that others use
+LARGE = 6 << 20  # floats: a segment of torch's allocator of its own
+SHARED = 1 << 20  # floats: a block that shares a segment, and that no small tensor is put into
 
 
 def freed_input(*, faulty: bool = True) -> CallableCase:
     """Keep the address of a weight and let the tensor go."""
     v = Vectors.make()
-    weight: Any = zeros(LARGE)
+    # two blocks of one segment: the one that lives keeps torch from giving the segment back
+    neighbour, weight = zeros(SHARED), zeros(SHARED)  # type: torch.Tensor, Any
     weight[:N].copy_(drawn(N, 99))
     expected = host(weight[:N])
     if faulty:
@@ -41,7 +43,11 @@ def freed_input(*, faulty: bool = True) -> CallableCase:
     def step() -> None:
         launch("affine", v.x, weight, v.y, N)
 
-    return v.case(step, inputs={"x": v.x}, reference=lambda: {"y": 2 * host(v.x) + expected})
+    return v.case(
+        step,
+        inputs={"x": v.x},
+        reference=lambda: {"y": 2 * host(v.x) + expected + 0 * neighbour.numel()},
+    )
 
 
 def workspace_resized(*, faulty: bool = True) -> CallableCase:
@@ -152,6 +158,7 @@ def shared_pool(*, faulty: bool = True) -> CallableCase:
         v.x.copy_(seeded[:N])
         second.replay()
         static.copy_(doubled[:N])
+        other.zero_()
         first.replay()
 
     def step() -> None:

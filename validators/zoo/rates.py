@@ -13,9 +13,7 @@ from typing import Any
 from cuverify.validators.zoo.mutant import Mutant
 from cuverify.validators.zoo.registry import (
     CLASSES_NOT_SHOWN,
-    MUTANTS,
     RULES_NOT_SHOWN,
-    classes_shown,
 )
 
 from cuverify.report import Coverage, Finding, Report, Table
@@ -162,6 +160,28 @@ def rates(runs: Iterable[Run]) -> list[Rate]:
         )
         for rule in sorted(rules)
     ]
+
+
+def overview(mutants: Sequence[Mutant]) -> Report:
+    """Return what there is to run, as a report."""
+    result = Report("zoo: mutants")
+    result.tables.append(
+        Table(
+            "mutants, each with a clean twin",
+            ("mutant", "rule", "shows", "classes", "needs"),
+            [
+                (
+                    mutant.name,
+                    mutant.rule,
+                    mutant.shows,
+                    list(mutant.classes) or None,
+                    list(mutant.needs) or None,
+                )
+                for mutant in mutants
+            ],
+        )
+    )
+    return result
 
 
 def report(
@@ -337,6 +357,3 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
             for rate in rates(runs)
         ],
     }
-
-
-__all__ = ["CLASSES", "MUTANTS", "Rate", "Run", "classes_shown", "facts", "rates", "report"]

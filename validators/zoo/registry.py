@@ -487,6 +487,7 @@ MUTANTS: tuple[Mutant, ...] = (
             **_UNWRITTEN,
             "CV902": "a replay may be refused",
             "CV903": "a replay may end the context",
+            "CV905": "a replay may end the process",
         },
         needs=_CALLS,
     ),
@@ -714,8 +715,8 @@ MUTANTS: tuple[Mutant, ...] = (
 # failure classes of the field without a mutant, and why
 CLASSES_NOT_SHOWN: Mapping[int, str] = MappingProxyType(
     {
-        8: "a cache that replays the wrong graph stands above the step: the validator makes its own "
-        "graph and sees no cache",
+        8: "a cache that replays the wrong graph stands above the step: the validator makes its "
+        "own graph and sees no cache",
         20: "needs a second GPU to be the current one",
     }
 )

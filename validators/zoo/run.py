@@ -51,6 +51,13 @@ def chosen(names: Sequence[str]) -> list[Mutant]:
     return found
 
 
+def judgeable(mutants: Sequence[Mutant]) -> tuple[list[Mutant], dict[str, str]]:
+    """Part mutants into those that can be judged here, and the others with the reason."""
+    reasons = {mutant.name: missing(mutant) for mutant in mutants}
+    not_run = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [mutant for mutant in mutants if mutant.name not in not_run], not_run
+
+
 def missing(mutant: Mutant) -> str | None:
     """Return why a mutant cannot be judged here, or None when it can."""
     for need in mutant.needs:
@@ -125,7 +132,6 @@ def _hangs(mutant: Mutant, faulty: bool) -> bool:
 
 
 def _has_device() -> bool:
-    """Ask torch without starting CUDA in this process more than it has to."""
     try:
         import torch
     except ImportError:
@@ -151,7 +157,8 @@ def validate_one(work: Mapping[str, Any], emit: Emit) -> None:
         ``name`` of the mutant, and whether it is ``faulty``.
     emit : callable
     """
-    from cuverify.validators.api import load_factory, validate_loaded
+    from cuverify.validators.api import load_factory, validate
 
-    factory = load_factory(BY_NAME[work["name"]].factory)
-    validate_loaded(lambda: factory(faulty=work["faulty"]), emit)
+    case = load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"])
+    report = validate(case, progress=lambda stage: emit({"kind": "stage", "stage": stage}))
+    emit({"kind": "report", "report": report.to_json()})
