@@ -327,7 +327,7 @@ def host_callback(*, faulty: bool = True) -> CallableCase:
         v.launch()
         if faulty:
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            cudart.cudaLaunchHostFunc(stream, callback, None)  # fault
+            cudart.cudaLaunchHostFunc(stream, callback, None)
 
     return v.case(step)
 
@@ -339,7 +339,7 @@ def memory_node(*, faulty: bool = True) -> CallableCase:
 
     def step() -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        pointer = cupy.cuda.runtime.mallocAsync(BYTES, stream) if faulty else kept  # fault
+        pointer = cupy.cuda.runtime.mallocAsync(BYTES, stream) if faulty else kept
         launch("affine", v.x, v.b, np.uint64(pointer), N)
         launch("copy", np.uint64(pointer), v.y, N)
         if faulty:
@@ -401,7 +401,7 @@ def failed_capture(*, faulty: bool = True) -> CallableCase:
         launch("copy", workspace, v.y, N)
         if faulty and torch.cuda.is_current_stream_capturing():
             kept.append(workspace)
-            raise RuntimeError("the batch does not fit the captured bucket")  # fault
+            raise RuntimeError("the batch does not fit the captured bucket")
 
     return v.case(step)
 

@@ -137,7 +137,7 @@ def float_width(*, faulty: bool = True) -> CallableCase:
     def step() -> None:
         x, y = arguments(v.x, v.y)
         with current_stream():
-            kernel("scale")((blocks(),), (THREADS,), (x, y, factor, np.int32(N)))  # fault
+            kernel("scale")((blocks(),), (THREADS,), (x, y, factor, np.int32(N)))
 
     return v.case(step, inputs={"x": v.x}, reference=lambda: {"y": 3 * host(v.x)})
 

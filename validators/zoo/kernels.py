@@ -77,12 +77,6 @@ __global__ void add_noise(const float* x, float* y, unsigned int seed, int n) {
     y[i] = x[i] + (h >> 8) * (1.0f / 16777216.0f);
 }
 
-// y = x + flag[0]
-__global__ void add_flag(const float* x, const float* flag, float* y, int n) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = x[i] + flag[0];
-}
-
 // y = 2 x + b, and one element more when `past` is 1
 __global__ void affine_to(const float* x, const float* b, float* y, int n, int past) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

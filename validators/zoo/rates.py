@@ -258,7 +258,7 @@ def _totals(runs: Sequence[Run]) -> Table:
                 caught,
                 _percent(caught, len(faulty)),
             ),
-            ("twins accused by any rule", len(twins), accused, _percent(accused, len(twins))),
+            ("twins, accused by any rule", len(twins), accused, _percent(accused, len(twins))),
         ],
     )
 

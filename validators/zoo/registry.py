@@ -283,7 +283,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a Python function in the stream",
         classes=(24,),
         needs=_WALK,
-        line=False,
     ),
     Mutant(
         "memory_node",
