@@ -331,21 +331,23 @@ def zoo(
 
 
 @cli.command()
-@click.argument("rule", required=False)
-def explain(rule: str | None) -> int:
-    """Explain a RULE of the capture validator, or list them all."""
+@click.argument("rules", nargs=-1, metavar="[RULE]...")
+def explain(rules: tuple[str, ...]) -> int:
+    """Explain rules of the capture validator, such as CV101, or list them all."""
     from cuverify.validators import explain
 
-    if rule is None:
+    if not rules:
         for name in explain.names():
             click.echo(f"{name}  {explain.title(name)}")
-    elif sys.stdout.isatty():
+        return OK
+    text = "\n".join(explain.page(rule) for rule in rules)
+    if sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(explain.page(rule)))
+        Console().print(Markdown(text))
     else:
-        click.echo(explain.page(rule), nl=False)
+        click.echo(text, nl=False)
     return OK
 
 

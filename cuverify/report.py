@@ -216,6 +216,8 @@ class Report:
         ArgumentError
             The document has another schema or lacks a part.
         """
+        if not isinstance(document, Mapping):
+            raise ArgumentError("document", document, "is no report: a JSON object is one")
         if document.get("schema") != SCHEMA:
             raise ArgumentError("schema", document.get("schema"), f"only {SCHEMA} can be read")
         try:
@@ -324,7 +326,7 @@ class Report:
         from rich.text import Text
 
         rules = dict.fromkeys(finding.rule for finding in self.findings if has_page(finding.rule))
-        return [Text(f"more: cuverify explain {' | '.join(rules)}", style="dim")] if rules else []
+        return [Text(f"more: cuverify explain {' '.join(rules)}", style="dim")] if rules else []
 
 
 def _print(console: Console, parts: Sequence[RenderableType]) -> None:

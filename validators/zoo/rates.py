@@ -253,7 +253,7 @@ def _totals(runs: Sequence[Run]) -> Table:
         ("what", "run", "found", "%"),
         [
             (
-                "mutants caught by the named rule",
+                "mutants, caught by their rule",
                 len(faulty),
                 caught,
                 _percent(caught, len(faulty)),
