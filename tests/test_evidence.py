@@ -82,13 +82,13 @@ def document() -> dict[str, Any]:
                 "digests": {"kernels": HASH, "lanes": HASH, "validators": HASH},
                 "run": RUN,
                 "versions": {"python": "3.12"},
-                "data": [CASE],
+                "data": [copy.deepcopy(CASE)],
             },
             "zoo": {
                 "digests": {"lanes": HASH, "validators": HASH},
                 "run": RUN,
                 "versions": {"python": "3.12"},
-                "data": ZOO,
+                "data": copy.deepcopy(ZOO),
             },
         },
     }
