@@ -53,12 +53,12 @@ def cupy_recipe(*, faulty: bool = True) -> CallableCase:
             kernel("affine")(
                 (blocks(cupy_x.size),), (THREADS,), (cupy_x, cupy_b, cupy_y, np.int32(cupy_x.size))
             )
-            result: torch.Tensor = torch.from_dlpack(cupy_y)
+            result: torch.Tensor = torch.utils.dlpack.from_dlpack(cupy_y)
             return result
 
     def step() -> None:
         if faulty:
-            v.y.copy_(Affine.apply(v.x, v.b))  # type: ignore[no-untyped-call]
+            v.y.copy_(Affine.apply(v.x, v.b))
         else:
             v.launch()
 
