@@ -144,25 +144,14 @@ __global__ void weigh(const float* w, const float* v, float* y, int n, int skip)
     y[r] = sum;
 }
 
-// a mask of `rows` rows of (*length + rows) columns; what does not fit the buffer is dropped
-__global__ void build_mask(const int* length, float* mask, int rows, int capacity) {
-    const int width = *length + rows;
-    for (int i = threadIdx.x; i < rows * width; i += blockDim.x) {
-        if (i < capacity) mask[i] = (i % width) <= *length + i / width ? 1.0f : 0.0f;
-    }
-}
-
-// y[r] = how much of x its mask row lets through; a row beyond the buffer sees nothing
-__global__ void read_mask(const float* x, const float* mask, const int* length, float* y, int rows,
-                          int capacity) {
+// y[r] = how much of x its mask row of (*length + rows) columns lets through
+__global__ void read_mask(const float* x, const float* mask, const int* length, float* y,
+                          int rows) {
     const int r = threadIdx.x;
     if (r >= rows) return;
     const int width = *length + rows;
     float sum = 0.0f;
-    for (int c = 0; c < width; ++c) {
-        const int i = r * width + c;
-        if (i < capacity) sum += mask[i] * x[c];
-    }
+    for (int c = 0; c < width; ++c) sum += mask[r * width + c] * x[c];
     y[r] = sum;
 }
 

@@ -549,15 +549,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV503",
         "a mask buffer too small at the longest context",
         classes=(46,),
-        also=_WRONG,
+        also={
+            "CV601": "what lies behind the mask is in the result",
+            "CV603": "what lies behind the mask is in the result of the eager run, too",
+        },
     ),
     Mutant(
         "mask_short_for_padded",
         "cv5_padding",
-        "CV504",
+        "CV503",
         "a mask made for the real rows only",
         classes=(47,),
-        also={"CV603": "the rows behind it are read in eager mode too"},
+        also={
+            "CV601": "what lies behind the mask is in the result",
+            "CV603": "what lies behind the mask is in the result of the eager run, too",
+        },
     ),
     Mutant(
         "stale_tail",
