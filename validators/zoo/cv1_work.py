@@ -94,18 +94,17 @@ def empty_graph(*, faulty: bool = True) -> CallableCase:
 
 
 def cold_stream(*, faulty: bool = True) -> CallableCase:
-    """Fork to a side stream that is new at each call, so that no warm-up ever reaches it."""
+    """Make a workspace at the first use of each stream: a capture on another stream makes one."""
     v = Vectors.make()
-    kept = SimpleNamespace(side=torch.cuda.Stream())
+    workspaces: dict[int, int] = {}
 
     def step() -> None:
-        if faulty:
-            kept.side = torch.cuda.Stream()
-        main = torch.cuda.current_stream()
-        kept.side.wait_stream(main)
-        with torch.cuda.stream(kept.side):
-            v.launch()
-        main.wait_stream(kept.side)
+        stream = torch.cuda.current_stream().cuda_stream if faulty else 0
+        if stream not in workspaces:
+            workspaces[stream] = cupy.cuda.runtime.malloc(4 * N)
+        between = np.uint64(workspaces[stream])
+        launch("affine", v.x, v.b, between, N)
+        launch("copy", between, v.y, N)
 
     return v.case(step)
 

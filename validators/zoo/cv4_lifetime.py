@@ -66,18 +66,28 @@ def workspace_resized(*, faulty: bool = True) -> CallableCase:
 
 
 def library_workspace(*, faulty: bool = True) -> CallableCase:
-    """Clear torch's cuBLAS workspaces, so that the next one is made inside the graph's pool."""
-    n = 512
-    a, b, y = zeros(n, n), zeros(n, n), zeros(n, n)
+    """Multiply on a stream whose cuBLAS workspace was made inside another graph's capture."""
+    n, k = 64, 16384  # few results of long sums: cuBLAS splits the sums, and needs a workspace
+    a, b, y = zeros(n, k), zeros(k, n), zeros(n, n)
+    side = torch.cuda.Stream()
+    other = torch.cuda.CUDAGraph()
+    if not faulty:
+        with torch.cuda.stream(side):
+            torch.mm(a, b)
+    with torch.cuda.graph(other, stream=side):
+        torch.mm(a, b, out=y)
 
     def refill(seed: int) -> None:
-        a.copy_(drawn(n * n, 2 * seed, low=-2, high=3).view(n, n))
-        b.copy_(drawn(n * n, 2 * seed + 1, low=-2, high=3).view(n, n))
+        a.copy_(drawn(n * k, 2 * seed, low=-2, high=3).view(n, k))
+        b.copy_(drawn(n * k, 2 * seed + 1, low=-2, high=3).view(k, n))
+        other.replay()
 
     def step() -> None:
-        if faulty:
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.mm(a, b, out=y)
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.mm(a, b, out=y)
+        main.wait_stream(side)
 
     refill(0)
     return CallableCase(
@@ -166,15 +176,26 @@ def shared_pool(*, faulty: bool = True) -> CallableCase:
 
 
 def borrowed_pool(*, faulty: bool = True) -> CallableCase:
-    """Read the half of a temporary that nobody wrote: it was zero in fresh memory."""
+    """Refill a buffer inside the graph's pool whose tensor is gone: the pool may lend it."""
     v = Vectors.make()
+    kept = SimpleNamespace(address=0)
+
+    def refill(seed: int) -> None:
+        v.refill(seed)
+        if kept.address:
+            cupy.cuda.runtime.memcpy(
+                kept.address, v.x.data_ptr(), 4 * N, cupy.cuda.runtime.memcpyDeviceToDevice
+            )
 
     def step() -> None:
-        table = torch.empty(LARGE, device="cuda")
-        launch("fill_table", v.x, table, N, 0 if faulty else 1)
-        launch("read_table", table, v.b, v.y, N)
+        buffer = torch.empty(LARGE, device="cuda")
+        if faulty and torch.cuda.is_current_stream_capturing():
+            kept.address = kept.address or buffer.data_ptr()
+        else:
+            buffer[:N].copy_(v.x)
+        launch("affine", buffer, v.b, v.y, N)
 
-    return v.case(step)
+    return v.case(step, refill=refill, alone=("b",))
 
 
 def module_unloaded(*, faulty: bool = True) -> CallableCase:

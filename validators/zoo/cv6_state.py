@@ -29,21 +29,33 @@ from cuverify.validators.zoo.parts import (
 )
 
 PARTS = 32  # blocks of a sum
+LARGE = 6 << 20  # floats: a segment of torch's allocator of its own
 
 
-def frozen_branch(*, faulty: bool = True) -> CallableCase:
-    """Choose between two kernels by a host value that varies from step to step."""
-    v = Vectors.make()
-    t = SimpleNamespace(factor=2)
+def frozen_fill(*, faulty: bool = True) -> CallableCase:
+    """Set memory to a byte that varies from step to step: the graph holds the byte."""
+    y = zeros(N, dtype=torch.uint8)
+    t = SimpleNamespace(byte=0, on_device=zeros(1, dtype=torch.uint8))
 
     def refill(seed: int) -> None:
-        v.refill(seed)
-        t.factor = 2 + seed % 2 if faulty else 2
+        t.byte = 1 + seed % 100
+        t.on_device.fill_(t.byte)
 
     def step() -> None:
-        launch("affine" if t.factor == 2 else "affine_three", v.x, v.b, v.y, N)
+        if faulty:
+            stream = torch.cuda.current_stream().cuda_stream
+            cupy.cuda.runtime.memsetAsync(y.data_ptr(), t.byte, N, stream)
+        else:
+            y.copy_(t.on_device.expand(N))
 
-    return v.case(step, refill=refill, reference=lambda: {"y": t.factor * host(v.x) + host(v.b)})
+    refill(0)
+    return CallableCase(
+        step=step,
+        inputs={"byte": t.on_device},
+        outputs={"y": y},
+        refill=refill,
+        reference=lambda: {"y": np.full(N, t.byte, np.uint8)},
+    )
 
 
 def tail_not_written(*, faulty: bool = True) -> CallableCase:
@@ -99,6 +111,18 @@ def uninitialised_scratch(*, faulty: bool = True) -> CallableCase:
         launch("read_table", table, v.b, v.y, N)
 
     return v.case(step, scratch={"table": table})
+
+
+def uninitialised_temporary(*, faulty: bool = True) -> CallableCase:
+    """Read the half of a temporary that nobody wrote: it was zero in fresh memory."""
+    v = Vectors.make()
+
+    def step() -> None:
+        table = torch.empty(LARGE, device="cuda")
+        launch("fill_table", v.x, table, N, 0 if faulty else 1)
+        launch("read_table", table, v.b, v.y, N)
+
+    return v.case(step)
 
 
 def atomic_order(*, faulty: bool = True) -> CallableCase:
