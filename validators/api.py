@@ -223,12 +223,14 @@ class Listener:
         self.last: Report | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
+        """Hear an event."""
         if event["kind"] == "stage":
             self.stage = event["stage"]
         else:
             self.last = Report.from_json(event["report"])
 
     def report(self, outcome: ChildOutcome, silence_s: float) -> Report:
+        """Return the last report, with how the process ended where it did not come to its end."""
         report = self.last or Report(f"capture of {self.reference}")
         if outcome.status != "done":
             end = EndSeen(
@@ -249,7 +251,18 @@ class Listener:
 def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
     """Be the child: make the case, validate it, and send its report."""
     made = load_factory(work["reference"])
-    case = made() if callable(made) and not hasattr(made, "device_batches") else made
+    report_to(emit, made() if callable(made) and not hasattr(made, "device_batches") else made)
+
+
+def report_to(emit: Emit, case: Any) -> None:
+    """Validate a case and send each part that begins, with what was found until then, and the end.
+
+    Parameters
+    ----------
+    emit : callable
+        Takes the events that `Listener` hears.
+    case : CallableCase or CheckCase
+    """
 
     def begins(part: str, seen: CaptureSeen) -> None:
         emit({"kind": "stage", "stage": part})

@@ -157,8 +157,6 @@ def validate_one(work: Mapping[str, Any], emit: Emit) -> None:
         ``name`` of the mutant, and whether it is ``faulty``.
     emit : callable
     """
-    from cuverify.validators.api import load_factory, validate
+    from cuverify.validators.api import load_factory, report_to
 
-    case = load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"])
-    report = validate(case, progress=lambda stage: emit({"kind": "stage", "stage": stage}))
-    emit({"kind": "report", "report": report.to_json()})
+    report_to(emit, load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"]))
