@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,6 +365,37 @@ def test_runs_come_in_order_and_hear_what_children_said(monkeypatch: pytest.Monk
     ]
     assert [sorted(each.rules) for each in runs] == [["CV202"], ["CV905"], ["CV905"], ["CV905"]]
     assert told[-1][1:] == (4, 4)
+
+
+def test_a_run_sends_what_it_has_found_before_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuverify.validators import api
+    from cuverify.validators.observations import CaptureSeen, Fault
+
+    made: list[bool] = []
+
+    def factory(*, faulty: bool) -> SimpleNamespace:
+        made.append(faulty)
+        return SimpleNamespace(name="item")
+
+    def validate(case: Any, *, progress: Any) -> Report:
+        seen = CaptureSeen()
+        progress("eager run", seen)
+        seen.faults.append(Fault("capture", "RuntimeError: no", "step.py:3"))
+        progress("replays", seen)
+        return Report(f"capture of {case.name}")
+
+    monkeypatch.setattr(api, "load_factory", lambda reference: factory)
+    monkeypatch.setattr(api, "validate", validate)
+    events: list[Any] = []
+    run.validate_one({"name": "item", "faulty": False}, events.append)
+    assert made == [False]
+    stages = [event["stage"] for event in events if event["kind"] == "stage"]
+    assert stages == ["eager run", "replays"]
+    listener = api.Listener("item")
+    for event in events[:-1]:  # the process dies before the last one
+        listener.take(event)
+    died = listener.report(ChildOutcome("died", exit_status=-11), 60.0)
+    assert sorted({finding.rule for finding in died.findings}) == ["CV201", "CV905"]
 
 
 def test_without_a_device_the_zoo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
