@@ -27,7 +27,8 @@ from cuverify.report import Finding, Report
 
 ZOO = Path(__file__).resolve().parent.parent / "validators" / "zoo"
 FAMILIES = sorted(path.stem for path in ZOO.glob("cv*.py"))
-RULES = {rule.name for rule in rules.RULES}
+TITLES = {rule.name: rule.title for rule in rules.RULES}
+RULES = set(TITLES)
 SECTIONS = ("What goes wrong", "How it shows", "Minimal example", "Fix", "In the zoo")
 
 # --- registry ------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_rules_and_pages_are_in_step() -> None:
 @pytest.mark.parametrize("rule", explain.names())
 def test_a_page_is_whole(rule: str) -> None:
     text = explain.page(rule)
-    assert text.startswith(f"# {rule}: ") and explain.title(rule)
+    assert text.startswith(f"# {rule}: {TITLES[rule]}\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == list(SECTIONS)
     for name in SECTIONS:
         assert explain.section(rule, name), name
@@ -169,6 +170,7 @@ def test_a_page_names_no_rule_that_does_not_exist() -> None:
 
 def test_an_unknown_rule_is_refused_with_those_of_its_family() -> None:
     assert explain.page(" cv101 ") == explain.page("CV101")
+    assert explain.title("cv101") == TITLES["CV101"]
     with pytest.raises(ArgumentError, match="CV101, CV102"):
         explain.page("CV199")
     assert explain.section("CV101", "No such heading") == ""

@@ -48,17 +48,18 @@ def freed_input(*, faulty: bool = True) -> CallableCase:
 
 
 def workspace_resized(*, faulty: bool = True) -> CallableCase:
-    """Let a workspace grow when a larger batch comes, after the graph has its address."""
+    """Let a workspace grow in the eager run of a larger batch, after a graph has its address."""
     v = Vectors.make()
     workspace = zeros(N if faulty else 64 * N)
+    batch = SimpleNamespace(need=N)
 
     def refill(seed: int) -> None:
         v.refill(seed)
-        need = N * (1 + 16 * (seed % 3))
-        if workspace.numel() < need:
-            workspace.resize_(need)
+        batch.need = N * (1 + 16 * (seed % 3))
 
     def step() -> None:
+        if workspace.numel() < batch.need and not torch.cuda.is_current_stream_capturing():
+            workspace.resize_(batch.need)
         launch("affine", v.x, v.b, workspace, N)
         launch("copy", workspace, v.y, N)
 
