@@ -314,7 +314,10 @@ class Report:
             style = "green" if entry.status == "inspected" else "yellow"
             detail = f", {entry.detail}" if entry.detail else ""
             parts.append(Text.assemble(f"{entry.subject}: ", (entry.status, style), detail))
-        parts += [_finding(finding) for finding in self.findings]
+        for finding in self.findings:
+            parts += [Text(), _finding(finding)]
+        if self.findings:
+            parts.append(Text())
         parts += self._advice()
         outcome, colon, counts = self.verdict().partition(":")
         style = "bold green" if self.ok else "bold red"
