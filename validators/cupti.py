@@ -29,9 +29,9 @@ _WRITTEN = 8  # characters of a number that a person wrote
 _MOST = 20_000  # calls that are kept
 _FRAMES = 24  # native frames that are looked at for the library that called
 _CHEAP = frozenset({"launch", "record", "wait", "memset"})  # many, and of known origin
-# between the caller and this module: not who called
-_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.cpython", "cupti/", "libpython", "python3")
-_BELOW += ("libc.so", "_ctypes", "libffi")
+# between the caller and this module: not who called, by the beginning of the file's name
+_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.", "cycupti.", "callback_wrappers.")
+_BELOW += ("libpython", "python", "libc.so", "libc-", "_ctypes", "libffi", "ld-linux")
 
 
 class CuptiObserver:
@@ -191,9 +191,9 @@ class CuptiObserver:
         buffer = (ctypes.c_void_p * _FRAMES)()
         count = _libc().backtrace(buffer, _FRAMES)
         for address in buffer[:count]:
-            name = self._library(address or 0)
-            if name and not any(part in name for part in _BELOW):
-                return Path(name).name
+            file = Path(self._library(address or 0))
+            if file.name and not file.name.startswith(_BELOW):
+                return "cupy" if "cupy" in str(file.parent) else file.name
         return ""
 
     def _library(self, address: int) -> str:

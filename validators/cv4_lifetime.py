@@ -12,6 +12,7 @@ from cuverify.validators.judging import (
     node_place,
     nodes_of,
     pointers_of,
+    pool_hits_of,
 )
 from cuverify.validators.observations import CaptureSeen, is_main
 from cuverify.validators.rule import Rule, Verdict
@@ -168,7 +169,7 @@ def _pinned(seen: CaptureSeen) -> Iterator[Verdict]:
 
 def _pool_hit(seen: CaptureSeen) -> Iterator[Verdict]:
     told = set()
-    for hit in seen.pool_hits:
+    for hit in pool_hits_of(seen):
         if not hit.freed or hit.where in told:
             continue
         told.add(hit.where)

@@ -263,6 +263,8 @@ class PoolHitSeen:
     freed : bool
         It was given back before the capture ended, so others get the same memory.
     where : str, optional
+    phase : str
+        ``capture``, or ``eager`` for the run before it.
     """
 
     address: int
@@ -270,6 +272,7 @@ class PoolHitSeen:
     fresh: bool = False
     freed: bool = False
     where: str | None = None
+    phase: str = "capture"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
     from cuverify.launches import LaunchRecord
 
+# of torch's advice behind a CUDA error, the code's name is worth keeping
+_CODE = re.compile(r"`(cudaError\w+)'")
+_ADVICE = ("Search for", "CUDA kernel errors might", "For debugging consider", "Compile with")
 _RETRIES = ("thread_local", "relaxed")
 
 
@@ -205,7 +211,9 @@ class CaptureProtocol:
     def _eager_again(self, label: str, batch: Any) -> None:
         self.refill(label, batch)
         self.prepared(label)
-        self.eager_step(label, "eager")
+        with self.tools.pool_hits() as hits:
+            self.eager_step(label, "eager")
+        self.seen.pool_hits += tuple(replace(hit, phase="eager") for hit in hits)
         self.compare("eager again", self.eager_outputs)
 
     def refill(self, label: str, batch: Any, *, may_refuse: bool = False) -> None:
@@ -326,7 +334,7 @@ class CaptureProtocol:
                         self.step()
             _synchronize()
         self.seen.armed = armed_modes()
-        held = self._held()
+        held = self.held_addresses()
         graph, attempt = self._attempt("capture", stream, "global", first)
         if graph is None:
             assert attempt.fault is not None
@@ -432,29 +440,22 @@ class CaptureProtocol:
         hits: list[PoolHitSeen] = []
         self._step_error = None
         main = is_main(name)
-        with no_garbage_collection() as collections, warnings.catch_warnings(record=True) as caught:
+        with (
+            no_garbage_collection(collect=main) as collections,
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             try:
-                with (
-                    record_launches() as records,
-                    self.tools.pool_hits() as hits,
-                    cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
-                ):
-                    self._observed(name, run)
-                    if main:
-                        self.seen.capturing_streams |= self._capturing(records)
+                with record_launches() as records, self.tools.pool_hits() as hits:
+                    self._captured(name, run, graph, pool, stream, mode, records)
                 graph.instantiate()
                 _synchronize()
             except Exception as error:
-                first_error = self._step_error or error
-                fault = self.fault("capture", inputs[0], first_error)
-                if first_error is not error:
-                    # the end says what the driver thinks, the step's own error where
-                    fault = _with_second(fault, error)
+                fault = self._capture_fault(inputs[0], error)
             if main:
                 self.seen.collections += tuple(collections)
                 self.seen.warnings = tuple(str(warning.message) for warning in caught)
-                self.seen.pool_hits = tuple(hits)
+                self.seen.pool_hits += tuple(hits)
         launches = tuple(_launch_seen(record) for record in records if record.lane == "device")
         if fault is not None:
             self._after_failure(graph, pool, current, before, private)
@@ -474,14 +475,48 @@ class CaptureProtocol:
         self.seen.attempts.append(seen)
         return graph, seen
 
-    def _observed(self, name: str, run: Callable[[], Any]) -> None:
-        try:
-            with self.tools.phase(name):
-                run()
-        except Exception as error:
-            # the end of an invalidated capture raises, too, and says less
-            self._step_error = error
-            raise
+    def _captured(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        graph: Any,
+        pool: Any,
+        stream: Any,
+        mode: str,
+        records: list[LaunchRecord],
+    ) -> None:
+        """Run the step inside a capture.
+
+        torch.cuda.graph would also empty the allocator's cache, and unmap what a faulty graph of
+        before still reads.
+        """
+        cuda = _torch().cuda
+        _synchronize()
+        with cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode=mode)
+            try:
+                try:
+                    with self.tools.phase(name):
+                        run()
+                except Exception as error:
+                    # the end of an invalidated capture raises, too, and says less
+                    self._step_error = error
+                    raise
+                if is_main(name):
+                    self.seen.capturing_streams |= self._capturing(records)
+            finally:
+                graph.capture_end()
+
+    def _capture_fault(self, label: str, error: Exception) -> Fault:
+        first, self._step_error = self._step_error or error, None
+        fault = self.fault("capture", label, first)
+        if first is not error:
+            # the end says what the driver thinks, the step's own error where
+            fault = _with_second(fault, error)
+        for each in (first, error):
+            # the frames of a failed step hold its tensors
+            traceback.clear_frames(each.__traceback__)
+        return fault
 
     def _after_failure(
         self, graph: Any, pool: Any, current: Any, before: Any, private: int
@@ -563,11 +598,10 @@ class CaptureProtocol:
         """Return the addresses of the tensors that the step's code holds."""
         return {path: int(tensor.data_ptr()) for path, tensor in self._held().items()}
 
-    def rebinding(self, before: Mapping[str, Any], during: str) -> None:
+    def rebinding(self, before: Mapping[str, int], during: str) -> None:
         """Record the names that hold another tensor than before."""
         after = self.held_addresses()
-        for path, value in before.items():
-            address = value if isinstance(value, int) else int(value.data_ptr())
+        for path, address in before.items():
             if address and after.get(path, 0) != address:
                 self.seen.rebound += (ReboundSeen(path, address, after.get(path, 0), during),)
 
@@ -698,9 +732,13 @@ def blocking_stream() -> Any:
 _blocking: list[Any] = []  # one for the process: torch keeps state by stream
 
 
-def first_lines(text: str, count: int = 3) -> str:
+def first_lines(text: str, count: int = 2) -> str:
     """Shorten an error's text: torch appends a page of advice to a CUDA error."""
-    return " ".join(line.strip() for line in text.strip().splitlines()[:count])
+    lines = [line.strip() for line in text.strip().splitlines()]
+    code = _CODE.search(text)
+    kept = [line for line in lines if not line.startswith(_ADVICE)][:count]
+    short = " ".join(line for line in kept if line)
+    return f"{short} ({code[1]})" if code is not None and code[1] not in short else short
 
 
 def context_lost() -> bool:
