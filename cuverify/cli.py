@@ -297,6 +297,30 @@ def bench(
 
 
 @cli.command()
+@click.argument("factory", metavar="module:function")
+@click.option(
+    "--silence",
+    "silence_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds without progress after which the step counts as hanging.",
+)
+@_html_option
+@_json_option
+def validate(factory: str, silence_s: float, html_file: Path | None, json_file: Path | None) -> int:
+    """Capture a step in a CUDA graph, replay it, and say what is wrong.
+
+    The function is named module:function or file.py:function, takes nothing and returns a
+    cuverify.validators.CallableCase: a step, its tensors, and how to refill them. It runs in a
+    process of its own, so that a step which hangs or crashes is a finding. Needs a GPU.
+    """
+    from cuverify.validators.api import validate_factory
+
+    return _finish(validate_factory(factory, silence_s=silence_s), json_file, html_file)
+
+
+@cli.command()
 @click.argument("names", nargs=-1, metavar="[NAME|RULE]...")
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Processes at once; one a core, 16 at most."

@@ -464,3 +464,28 @@ def test_a_report_is_viewed_again(tmp_path: Path, capsys: pytest.CaptureFixture[
         file.write_text(text)
         assert cli.main(["view", str(file)]) == cli.COULD_NOT_RUN
     assert cli.main(["view", str(tmp_path / "absent.json")]) == cli.COULD_NOT_RUN
+
+
+def test_a_step_is_validated_by_its_factory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cuverify.validators import api
+
+    asked: list[Any] = []
+
+    def validate_factory(reference: str, *, silence_s: float) -> Report:
+        asked.append((reference, silence_s))
+        return bad()
+
+    monkeypatch.setattr(api, "validate_factory", validate_factory)
+    page = tmp_path / "report.html"
+    arguments = ["validate", "step.py:make", "--silence", "5", "--html", str(page)]
+    assert cli.main(arguments) == cli.FINDINGS
+    assert asked == [("step.py:make", 5.0)]
+    assert capsys.readouterr().out == bad().to_text()
+    assert page.read_text() == bad().to_html()
+
+
+def test_a_factory_that_is_not_there_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "no_such_module:make"]) == cli.COULD_NOT_RUN
+    assert "no_such_module does not import" in capsys.readouterr().err

@@ -369,6 +369,25 @@ def test_runs_come_in_order_and_hear_what_children_said(monkeypatch: pytest.Monk
     assert told[-1][1:] == (4, 4)
 
 
+def test_a_report_shows_the_line_and_names_causes_first() -> None:
+    from cuverify.validators.capture import CaptureResult
+    from cuverify.validators.observations import CallSeen, CaptureSeen, Fault
+    from cuverify.validators.places import line_at
+    from cuverify.validators.rules import judge
+    from cuverify.validators.summary import report_of
+
+    place = fault_line(PLACED)
+    seen = CaptureSeen(stages=["eager"])
+    seen.faults.append(Fault("capture", "RuntimeError: invalidated", "elsewhere.py:1"))
+    seen.calls = (CallSeen("cudaStreamSynchronize", "sync", "capture", where=place),)
+    report = report_of("item", [CaptureResult(judge(seen), [], seen)])
+    cause, effect = report.findings
+    assert (cause.rule, effect.rule) == ("CV202", "CV201")
+    assert str(cause.evidence["code"]).startswith("n = int(length.item())")
+    assert "code" not in effect.evidence
+    assert [line_at(place) for place in (None, "", "x", "x.py:", "no_such.py:3")] == [""] * 5
+
+
 def test_a_run_sends_what_it_has_found_before_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuverify.validators import api
     from cuverify.validators.observations import CaptureSeen, Fault

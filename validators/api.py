@@ -19,7 +19,7 @@ from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
 from cuverify.validators.summary import report_of
 
-from cuverify.errors import ArgumentError, CaseError
+from cuverify.errors import ArgumentError, CaseError, DeviceError
 from cuverify.report import Coverage, Report
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 BATCHES = 6  # of a check case, when the caller does not say how many
 SILENCE_S = 60.0
+
+# what a child says before it has looked at anything
+_COULD_NOT_RUN = {"CaseError": CaseError, "DeviceError": DeviceError}
 
 _TASK = f"{__name__}:run_in_child"
 
@@ -122,6 +125,10 @@ def validate_factory(
     ------
     ArgumentError
         `silence_s` is not positive.
+    CaseError
+        The factory cannot be found.
+    DeviceError
+        There is no CUDA device.
     """
     listener = Listener(reference)
     outcome = run_child(
@@ -131,6 +138,8 @@ def validate_factory(
         on_event=listener.take,
         environment=environment,
     )
+    if outcome.kind in _COULD_NOT_RUN:
+        raise _COULD_NOT_RUN[outcome.kind](outcome.error.partition(": ")[2])
     return listener.report(outcome, silence_s)
 
 
