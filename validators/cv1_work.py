@@ -238,7 +238,9 @@ def _rebound(seen: CaptureSeen) -> Iterator[Verdict]:
     for each in seen.rebound:
         if each.during != "capture":
             continue
-        if each.before in declared or in_graph(seen, each.before) or each.after in declared:
+        private = any(kept.address == each.after for kept in seen.kept)
+        known = each.before in declared or each.after in declared
+        if private or known or in_graph(seen, each.before):
             yield Verdict(
                 f"the captured step binds `{each.path}` to another tensor: "
                 f"{each.before:#x} before, {each.after:#x} after. A replay binds nothing",

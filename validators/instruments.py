@@ -53,8 +53,8 @@ class NoInstruments:
         return ()
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Observe while the context is open."""
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
+        """Observe while the context is open: calls of some kinds, or all of interest."""
         yield
 
     @contextlib.contextmanager
@@ -133,19 +133,23 @@ class Instruments(NoInstruments):
         return self._observer.trouble  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Observe while the context is open."""
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
+        """Observe while the context is open: calls of some kinds, or all of interest."""
         calls = self._observer.calls
         first = len(calls)
         before = Landscape(self._torch.cuda.memory_snapshot())
         pinned = self._pinned_requests()
         try:
-            with self._observer.phase(name):
+            with self._observer.phase(name, kinds):
                 yield
         finally:
             self._learn_widths()
             served = self._pinned_requests() - pinned
-            if served > 0 and not any(call.kind == "host_alloc" for call in calls[first:]):
+            if (
+                served > 0
+                and not kinds
+                and not any(call.kind == "host_alloc" for call in calls[first:])
+            ):
                 # out of torch's cache of pinned blocks, so without a call
                 detail = f"{served} block(s) out of torch's cache"
                 calls.append(CallSeen(_PIN, "host_alloc", name, detail=detail))
