@@ -206,24 +206,25 @@ def own_generator(*, faulty: bool = True) -> CallableCase:
 
 
 def stale_plan(*, faulty: bool = True) -> CallableCase:
-    """Write the plan of the next batch to the eager buffer, while the graph reads its own."""
+    """Plan on the host in every eager call, which a replay never makes."""
     t = SimpleNamespace(x=zeros(N), y=zeros(N), shift=0)
-    eager, captured = zeros(N, dtype=torch.int32), zeros(N, dtype=torch.int32)
+    index = zeros(N, dtype=torch.int32)
+
+    def plan() -> None:
+        index.copy_(torch.from_numpy((np.arange(N, dtype=np.int32) + t.shift) % N))
 
     def refill(seed: int) -> None:
         t.x.copy_(drawn(N, seed))
         t.shift = 1 + seed % 50
-        plan = torch.from_numpy((np.arange(N, dtype=np.int32) + t.shift) % N)
-        eager.copy_(plan)
         if not faulty:
-            captured.copy_(plan)
+            plan()
 
     def step() -> None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        launch("gather", t.x, captured if capturing else eager, t.y, N)
+        if not torch.cuda.is_current_stream_capturing():
+            plan()
+        launch("gather", t.x, index, t.y, N)
 
     refill(0)
-    captured.copy_(eager)
     return CallableCase(
         step=step,
         inputs={"x": t.x},

@@ -72,6 +72,7 @@ def library_workspace(*, faulty: bool = True) -> CallableCase:
     a, b, y = zeros(n, k), zeros(k, n), zeros(n, n)
     side = torch.cuda.Stream()
     other = torch.cuda.CUDAGraph()
+    torch.mm(a, b)  # makes the handle, which no capture survives
     if not faulty:
         with torch.cuda.stream(side):
             torch.mm(a, b)
@@ -237,15 +238,21 @@ def _cubin() -> bytes:
 
 
 def pinned_recycled(*, faulty: bool = True) -> CallableCase:
-    """Upload from pinned memory that goes back to its pool when the call ends."""
+    """Upload from a block of CuPy's pinned pool that goes back to it when the call ends."""
     v = Vectors.make()
     values = drawn(N, 77)
-    kept = values.pin_memory()
+    kept = [_pinned(values)]
     table = zeros(N)
 
     def step() -> None:
-        staged = values.pin_memory() if faulty else kept
-        table.copy_(staged, non_blocking=True)
+        staged = _pinned(values) if faulty else kept[0]
+        cupy.cuda.runtime.memcpyAsync(
+            table.data_ptr(),
+            staged.ptr,
+            4 * N,
+            cupy.cuda.runtime.memcpyHostToDevice,
+            torch.cuda.current_stream().cuda_stream,
+        )
         launch("affine", v.x, table, v.y, N)
 
     return v.case(
@@ -253,6 +260,13 @@ def pinned_recycled(*, faulty: bool = True) -> CallableCase:
         inputs={"x": v.x},
         reference=lambda: {"y": 2 * host(v.x) + values.numpy()},
     )
+
+
+def _pinned(values: torch.Tensor) -> Any:
+    """Return pinned memory of CuPy's pool that holds the values."""
+    memory = cupy.cuda.alloc_pinned_memory(4 * len(values))
+    np.frombuffer(memory, np.float32, len(values))[:] = values.numpy()
+    return memory
 
 
 def cupy_pool_hit(*, faulty: bool = True) -> CallableCase:

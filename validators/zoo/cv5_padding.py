@@ -62,7 +62,7 @@ def padding_nan(*, faulty: bool = True) -> CallableCase:
 
 def mask_short_at_maximum(*, faulty: bool = True) -> CallableCase:
     """Size a tree mask for rows x context and forget the rows' own columns."""
-    rows, longest = 16, 197
+    rows, longest = 4, 197
     x, y = zeros(longest + rows), zeros(rows)
     length = zeros(1, dtype=torch.int32)
     mask = zeros(rows * (longest if faulty else longest + rows))
@@ -114,7 +114,7 @@ def stale_tail(*, faulty: bool = True) -> CallableCase:
     lengths = zeros(ROWS, dtype=torch.int32)
 
     def refill(seed: int) -> None:
-        batch = (ROWS, REAL, 10)[seed % 3]
+        batch = (REAL, ROWS, 10)[seed % 3]
         values = torch.from_numpy(np.random.default_rng(seed).integers(1, 9, batch))
         x.copy_(drawn(ROWS, seed))
         lengths[:batch].copy_(values)

@@ -81,7 +81,7 @@ __global__ void add_noise(const float* x, float* y, unsigned int seed, int n) {
 __global__ void affine_to(const float* x, const float* b, float* y, int n, int past) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = 2.0f * x[i] + b[i];
-    if (i == n && past) y[i] = 0.0f;
+    if (i == n && past) y[i] = -1.0f;
 }
 
 // y = 2 x + b; an input that was used is marked when `mark` is 1

@@ -16,6 +16,7 @@ _WALK = ("cuda-bindings",)
 
 # what follows from a fault, by what the graph lacks or does
 _UNWRITTEN = {
+    "CV105": "a replay that computes nothing ignores its inputs",
     "CV601": "what the graph does not compute is wrong at replay",
     "CV602": "what the graph does not compute stays as it was",
 }
@@ -34,7 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV101",
         "a CuPy kernel launched without a stream goes to the null stream",
         classes=(1,),
-        also=_UNWRITTEN,
+        also={**_UNWRITTEN, "CV204": "it invalidates a capture on a blocking stream"},
         needs=_CALLS,
         line=True,
     ),
@@ -69,7 +70,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV102",
         "a cache of results lets the capture launch nothing",
         classes=(3,),
-        also={**_UNWRITTEN, **_WRONG_EAGERLY},
+        also={
+            **_UNWRITTEN,
+            **_WRONG_EAGERLY,
+            "CV604": "the second eager run computes nothing",
+            "CV606": "the second eager run computes nothing",
+        },
     ),
     Mutant(
         "cold_stream",
@@ -121,7 +127,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV202",
         "`.item()` of a length",
         classes=(9,),
-        also=_REFUSED,
+        also={**_REFUSED, "CV208": "torch takes pinned memory for the number"},
         line=True,
     ),
     Mutant(
@@ -130,7 +136,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV202",
         "a boolean mask whose result has a shape that depends on data",
         classes=(9,),
-        also=_REFUSED,
+        also={
+            **_REFUSED,
+            "CV208": "torch takes pinned memory for the count",
+            "CV215": "the capture that fails had allocated",
+        },
         line=True,
     ),
     Mutant(
@@ -255,6 +265,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV209",
         "a kernel whose text differs at each call compiles inside the capture",
         classes=(15,),
+        also={
+            "CV107": "it has another name at each call",
+            "CV302": "it has another name at each call",
+        },
         needs=_CALLS,
         line=True,
     ),
@@ -264,7 +278,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV210",
         "a cuBLAS handle created at each call",
         classes=(16,),
-        also={**_REFUSED, "CV203": "creating it allocates"},
+        also={
+            **_REFUSED,
+            "CV203": "creating it allocates",
+            "CV205": "creating it frees",
+        },
         needs=_CALLS,
         line=True,
     ),
@@ -290,7 +308,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV213",
         "memory allocated and freed in stream order becomes nodes",
         classes=(25,),
-        also={"CV203": "it is an allocation outside torch's pool"},
+        also={
+            "CV203": "it is an allocation outside torch's pool",
+            "CV205": "the memory is freed in the capture",
+            "CV301": "a half of the address can differ from capture to capture",
+        },
         needs=_WALK,
     ),
     Mutant(
@@ -376,7 +398,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV303",
         "the next length comes in a new tensor",
         classes=(29,),
-        also={**_WRONG, "CV401": "the old tensor is gone"},
+        also={
+            **_WRONG,
+            "CV306": "no refill writes the captured length",
+            "CV401": "the old tensor is gone",
+            "CV604": "the memory of the old tensor serves others",
+        },
         needs=_WALK,
     ),
     Mutant(
@@ -390,6 +417,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "CV105": "the captured input is no longer the one that is refilled",
             "CV401": "the old tensor is gone",
             "CV603": "the eager run reads the other tensor",
+            "CV604": "the memory of the old tensor serves others",
         },
         needs=_WALK,
     ),
@@ -434,7 +462,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV401",
         "a weight of which only the address is kept",
         classes=(33,),
-        also={**_WRONG, "CV603": "the memory serves others by then"},
+        also={
+            **_WRONG,
+            "CV603": "the memory serves others by then",
+            "CV604": "the memory serves others from replay to replay",
+        },
         needs=_WALK,
     ),
     Mutant(
@@ -459,6 +491,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV404",
         "a temporary of the capture kept in an attribute",
         classes=(36,),
+        also={"CV106": "the attribute was bound anew"},
     ),
     Mutant(
         "output_in_pool",
@@ -466,7 +499,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV405",
         "the tensor that the captured call returned is handed out",
         classes=(37,),
-        also={"CV106": "the attribute was bound anew", "CV404": "it lives in the graph's pool"},
+        also={
+            "CV106": "the attribute was bound anew",
+            "CV404": "it lives in the graph's pool",
+            "CV604": "the tensor at hand is not the one that a replay writes",
+        },
     ),
     Mutant(
         "shared_pool",
@@ -517,6 +554,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             **_REFUSED,
             "CV203": "on another stream the pool has no free block and allocates",
+            "CV104": "on another stream the pool has no free block and allocates",
             "CV303": "its address differs from capture to capture",
         },
         needs=_WALK,
@@ -561,6 +599,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             "CV601": "what lies behind the mask is in the result",
             "CV603": "what lies behind the mask is in the result of the eager run, too",
+            "CV604": "what lies behind the mask changes from run to run",
         },
     ),
     Mutant(
@@ -572,6 +611,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             "CV601": "what lies behind the mask is in the result",
             "CV603": "what lies behind the mask is in the result of the eager run, too",
+            "CV604": "what lies behind the mask changes from run to run",
         },
     ),
     Mutant(
@@ -677,6 +717,7 @@ MUTANTS: tuple[Mutant, ...] = (
             **_WRONG,
             "CV603": "the race is in the eager run too",
             "CV604": "the race shows from replay to replay",
+            "CV505": "the race shows from replay to replay",
             "CV606": "the race shows from replay to replay",
         },
         needs=_WALK,
