@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,33 +194,31 @@ def validate(
             progress=progress,
         )
         return report_of(case.name, [result])
-    results = [
-        capture_and_replay(
-            step,
-            batches,
+    left = _batches(case, seed, examples)
+    results = []
+    while left:
+        result = capture_and_replay(
+            case.step(left[0][1], "torch-cuda"),
+            left,
             tolerances=getattr(case, "tolerances", None),
             only_recorded=getattr(case, "only_recorded", True),
             strict=strict,
             progress=progress,
         )
-        for step, batches in _groups(case, seed, examples)
-    ]
+        results.append(result)
+        # batches that did not fit the buffers of this one get a graph of their own
+        left = [each for each in left[1:] if each[0] in result.seen.skipped]
     return report_of(case.name, results)
 
 
-def _groups(
-    case: Any, seed: int, examples: int | None
-) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
-    """Yield a step and the batches that may fit it, until each batch was captured or replayed."""
-    left = list(
-        itertools.islice(case.device_batches(seed=seed, examples=2 * BATCHES), examples or BATCHES)
-    )
-    if not left:
+def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]]:
+    """Return the first batches that the case draws for a GPU."""
+    number = examples or BATCHES
+    drawn = case.device_batches(seed=seed, examples=2 * number)
+    found = list(itertools.islice(drawn, number))
+    if not found:
         raise CaseError(f"{case.name}: device_batches() gave no batch: nothing would be checked")
-    while left:
-        step = case.step(left[0][1], "torch-cuda")
-        yield step, left
-        left = left[1:]
+    return found
 
 
 class Listener:
