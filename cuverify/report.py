@@ -314,8 +314,9 @@ class Report:
             style = "green" if entry.status == "inspected" else "yellow"
             detail = f", {entry.detail}" if entry.detail else ""
             parts.append(Text.assemble(f"{entry.subject}: ", (entry.status, style), detail))
+        fixes: set[str | None] = set()
         for finding in self.findings:
-            parts += [Text(), _finding(finding)]
+            parts += [Text(), _finding(finding, fixes)]
         if self.findings:
             parts.append(Text())
         parts += self._advice()
@@ -434,7 +435,8 @@ def _table(table: Table) -> RenderableType:
     return view
 
 
-def _finding(finding: Finding) -> RenderableType:
+def _finding(finding: Finding, told: set[str | None]) -> RenderableType:
+    """Return a finding as text. A fix among those that were told is only pointed to."""
     from rich.text import Text
 
     style = "bold red" if finding.severity == "error" else "bold yellow"
@@ -449,5 +451,7 @@ def _finding(finding: Finding) -> RenderableType:
             words = "".join(f"\n        {line}" for line in words[1:].splitlines())
         text.append(f"\n    {key}:{words}", style="dim")
     if finding.fix:
-        text.append(f"\n    fix: {finding.fix}", style="cyan")
+        fix = "as above" if finding.fix in told else finding.fix
+        told.add(finding.fix)
+        text.append(f"\n    fix: {fix}", style="cyan")
     return text

@@ -315,6 +315,17 @@ def test_write_html(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == example().to_html()
 
 
+def test_a_fix_is_told_once() -> None:
+    report = Report("check")
+    report.findings += [
+        Finding("CV204", "error", "first", "x.py:1", fix="make the stream current"),
+        Finding("CV204", "error", "second", "x.py:2", fix="make the stream current"),
+        Finding("CV101", "error", "third", fix="launch elsewhere"),
+    ]
+    lines = [line.strip() for line in report.to_text().splitlines() if "fix:" in line]
+    assert lines == ["fix: make the stream current", "fix: as above", "fix: launch elsewhere"]
+
+
 def test_text_says_where_to_read_on() -> None:
     report = example()
     assert "cuverify explain" not in report.to_text()

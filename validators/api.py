@@ -258,7 +258,10 @@ class Listener:
 def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
     """Be the child: make the case, validate it, and send its report."""
     made = load_factory(work["reference"])
-    report_to(emit, made() if callable(made) and not hasattr(made, "device_batches") else made)
+    case = made() if callable(made) and not hasattr(made, "device_batches") else made
+    if isinstance(case, CallableCase) and case.name == CallableCase.name:
+        case.name = work["reference"].rpartition(":")[2]
+    report_to(emit, case)
 
 
 def report_to(emit: Emit, case: Any) -> None:

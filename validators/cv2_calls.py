@@ -85,8 +85,9 @@ def _legacy_stream(seen: CaptureSeen) -> Iterator[Verdict]:
         if call.stream is not None and call.stream in LEGACY_STREAMS
     ]
     for call in calls:
+        seen_in = "" if is_main(call.phase) else " in an eager run; a capture does not survive that"
         yield Verdict(
-            f"{at(call)} goes to {stream_name(call.stream or 0)} inside the capture",
+            f"{at(call)} goes to stream {stream_name(call.stream or 0)}{seen_in}",
             where=call.where,
             evidence=call_evidence(call, stream=stream_name(call.stream or 0)),
         )

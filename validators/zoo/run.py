@@ -159,4 +159,6 @@ def validate_one(work: Mapping[str, Any], emit: Emit) -> None:
     """
     from cuverify.validators.api import load_factory, report_to
 
-    report_to(emit, load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"]))
+    case = load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"])
+    case.name = work["name"] if work["faulty"] else f"{work['name']}, the clean twin"
+    report_to(emit, case)
