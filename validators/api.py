@@ -49,6 +49,8 @@ def validate_callable(
     tolerance: Mapping[str, Tolerance] | Tolerance | None = None,
     deterministic: bool = True,
     only_recorded: bool = False,
+    child: bool = False,
+    silence_s: float = SILENCE_S,
     name: str = "step",
     **more: Any,
 ) -> Report:
@@ -59,6 +61,10 @@ def validate_callable(
     step, inputs, outputs, refill, reference, scratch, state, padding, make_step, vary, tolerance,
     deterministic, only_recorded, name, **more
         As `CallableCase` has them.
+    child : bool
+        Not here: a function of this process cannot be run in another one. See `validate_factory`.
+    silence_s : float
+        Likewise.
 
     Returns
     -------
@@ -67,7 +73,7 @@ def validate_callable(
     Raises
     ------
     ArgumentError
-        An argument that `CallableCase` refuses.
+        An argument that `CallableCase` refuses, or ``child=True``.
     DeviceError
         There is no CUDA device.
 
@@ -76,6 +82,13 @@ def validate_callable(
     A step that accesses what it must not ends this process's CUDA context: one that is not trusted
     comes as a factory, to `validate_factory`.
     """
+    if child:
+        raise ArgumentError(
+            "child",
+            child,
+            f"a function cannot be found again by another process (with silence_s={silence_s:g}); "
+            "write a factory that returns a CallableCase, and use validate_factory",
+        )
     return validate(
         CallableCase(
             step,

@@ -98,6 +98,15 @@ def at(call: CallSeen) -> str:
     return f"`{call.api}`{origin}"
 
 
+def during(call: CallSeen) -> str:
+    """Say when a call was made, for a sentence."""
+    if call.phase == "eager":
+        return "in the eager run (the capture broke off before it)"
+    if call.phase.startswith("fresh"):
+        return "in a capture without a warm-up"
+    return "inside the capture"
+
+
 def launches_of(seen: CaptureSeen) -> tuple[LaunchSeen, ...]:
     """Return the launches of the capture: of every library where CUPTI saw them."""
     found = tuple(
