@@ -66,9 +66,11 @@ def _padding(run: CaptureProtocol, first: Any) -> None:
 def _scratch(run: CaptureProtocol, first: Any) -> None:
     for name, tensor in run.asked("scratch", {}).items():
         _fresh(run, first)
+        before = tensor.clone()
         fill_poison(tensor)
         run.replay(first[0])
         run.compare("scratch", run.base, subject=name, detail="filled with poison")
+        tensor.copy_(before)
 
 
 def _behind(run: CaptureProtocol, first: Any) -> None:
@@ -444,7 +446,7 @@ def _guards(run: CaptureProtocol, outputs: dict[str, Any]) -> list[_Guard]:
     landscape = run.tools.landscape(())
     for name, tensor in outputs.items():
         storage = tensor.untyped_storage()
-        if not tensor.is_cuda or storage.data_ptr() in storages:
+        if storage.data_ptr() in storages:
             continue
         storages.add(storage.data_ptr())
         if 0 < storage.nbytes() <= _LARGEST:
