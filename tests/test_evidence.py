@@ -46,6 +46,20 @@ CASE = {
     "not_inspected": [],
 }
 
+ZOO = {
+    "mutants": 2,
+    "caught": 2,
+    "twins": 2,
+    "accused": 0,
+    "classes": 2,
+    "missed": [],
+    "misplaced": [],
+    "false_alarms": [],
+    "unforeseen": [],
+    "not_run": [],
+    "rules": [{"rule": "CV101", "mutants": 2, "caught": 2, "twins": 2, "accused": 0}],
+}
+
 
 def document() -> dict[str, Any]:
     return {
@@ -69,6 +83,12 @@ def document() -> dict[str, Any]:
                 "run": RUN,
                 "versions": {"python": "3.12"},
                 "data": [copy.deepcopy(CASE)],
+            },
+            "zoo": {
+                "digests": {"lanes": HASH, "validators": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": copy.deepcopy(ZOO),
             },
         },
     }
@@ -267,13 +287,14 @@ def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
     put(tree, fresh(tree))
     (tree / "tests" / "test_a.py").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
-    assert stale == {"bench": (), "check": (), "tests": ("tests",)}
+    assert stale == {"bench": (), "check": (), "tests": ("tests",), "zoo": ()}
     (tree / "kernels_cu" / "a.cu").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
     assert stale == {
         "bench": ("kernels",),
         "check": ("kernels",),
         "tests": ("kernels", "tests"),
+        "zoo": (),
     }
     report = evidence.report(tree)
     assert report.ok, "stale evidence is said, not failed"
@@ -360,7 +381,7 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python" in sections["bench"]["versions"]
     assert [entry.name for entry in path.parent.iterdir()] == ["h200.json"]
     absent = [finding.message for finding in evidence.report(tree).findings]
-    assert absent == ["h200.json has no section 'check'"]
+    assert absent == ["h200.json has no section 'check'", "h200.json has no section 'zoo'"]
 
 
 @pytest.mark.parametrize(

@@ -543,7 +543,7 @@ def test_what_was_seen_before_a_hang_is_kept() -> None:
 
     from cuverify.report import Finding, Report
 
-    listener = api._Listener("m:f")
+    listener = api.Listener("m:f")
     before = Report("capture of f", [Finding("CV202", "error", "waits")])
     listener.take({"kind": "stage", "stage": "replays"})
     listener.take({"kind": "report", "report": before.to_json()})

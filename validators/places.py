@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ _OUR_STEPS = (
     "cuverify.benches.",
     "cuverify.reference.",
     "cuverify.sglang.",
-    "cuverify.validators.zoo",
+    "cuverify.validators.zoo.cv",
 )
 _DEPTH = 60  # frames that are looked at: a call from deeper inside a library has no place
 
@@ -74,3 +75,14 @@ def short_path(file: str) -> str:
         return str(Path(file).relative_to(Path.cwd()))
     except (OSError, ValueError):
         return file
+
+
+def line_at(where: str | None) -> str:
+    """Return the line of a file that ``file:line`` names, without its indentation.
+
+    Empty when there is no such line, or no file here: a report may come from elsewhere.
+    """
+    file, _, number = (where or "").rpartition(":")
+    if not file or not number.isdigit():
+        return ""
+    return linecache.getline(str(Path(file).absolute()), int(number)).strip()
