@@ -17,6 +17,10 @@ if __name__ != "cuverify.validators":
     )
 
 if TYPE_CHECKING:
+    from cuverify.validators.api import validate as validate
+    from cuverify.validators.api import validate_callable as validate_callable
+    from cuverify.validators.api import validate_factory as validate_factory
+    from cuverify.validators.callable_case import CallableCase as CallableCase
     from cuverify.validators.capture import CaptureResult as CaptureResult
     from cuverify.validators.capture import capture_and_replay as capture_and_replay
     from cuverify.validators.compare import Bounded as Bounded
@@ -24,13 +28,26 @@ if TYPE_CHECKING:
 
 # name -> module that defines it; loaded on first use
 _EXPORTS = {
+    "CallableCase": "cuverify.validators.callable_case",
     "CaptureResult": "cuverify.validators.capture",
     "Bounded": "cuverify.validators.compare",
     "Tolerance": "cuverify.validators.compare",
     "capture_and_replay": "cuverify.validators.capture",
+    "validate": "cuverify.validators.api",
+    "validate_callable": "cuverify.validators.api",
+    "validate_factory": "cuverify.validators.api",
 }
 
-__all__ = ["Bounded", "CaptureResult", "Tolerance", "capture_and_replay"]
+__all__ = [
+    "Bounded",
+    "CallableCase",
+    "CaptureResult",
+    "Tolerance",
+    "capture_and_replay",
+    "validate",
+    "validate_callable",
+    "validate_factory",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,8 @@ class LaunchSeen:
         Bytes of dynamic shared memory.
     where : str, optional
         ``file:line`` of the kernel.
+    parameters : tuple of str
+        Names of its parameters.
     """
 
     kernel: str
@@ -43,6 +45,77 @@ class LaunchSeen:
     block: tuple[int, ...] = ()
     shared: int = 0
     where: str | None = None
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PointerSeen:
+    """An address that something in the graph holds, and what lies there.
+
+    Parameters
+    ----------
+    address : int
+    space : str
+        ``torch`` (a segment of torch's allocator), ``cupy`` (a chunk of CuPy's pool), ``device``
+        (other mapped device memory), ``managed``, ``pinned``, ``pageable``, ``unmapped``, ``null``,
+        or ``number`` where it is no address.
+    pool : tuple of int, optional
+        For ``torch``: the pool of the segment; (0, 0) is the default one.
+    state : str
+        For ``torch``: state of the block, such as ``active_allocated`` or ``inactive``.
+    block : tuple of int, optional
+        Address and bytes of the block or range that it lies in.
+    owner : str
+        Name of the declared tensor, or the way to an undeclared one, that it lies in.
+    role : str
+        ``input``, ``output``, ``scratch``, ``state``, ``held`` (reached from the step, not
+        declared), empty when unknown.
+    sure : bool
+        It is a whole argument of 8 bytes. A word inside a struct is a candidate only.
+    """
+
+    address: int
+    space: str
+    pool: tuple[int, int] | None = None
+    state: str = ""
+    block: tuple[int, int] | None = None
+    owner: str = ""
+    role: str = ""
+    sure: bool = True
+
+    def __str__(self) -> str:
+        text = f"{self.address:#x} ({self.space}"
+        if self.state:
+            text += f", {self.state}"
+        if self.pool not in (None, (0, 0)):
+            text += f", pool {self.pool}"
+        if self.owner:
+            text += f", {self.owner}"
+        return text + ")"
+
+
+@dataclass(frozen=True)
+class ParamSeen:
+    """An argument of a kernel node.
+
+    Parameters
+    ----------
+    index, offset, size : int
+        Position, and bytes in the parameter buffer.
+    data : str
+        The bytes, in hexadecimal.
+    pointers : tuple of PointerSeen
+        What its words point to, by word; those that are numbers are left out.
+    name : str
+        From the kernel's contract, where the package's launcher made the launch.
+    """
+
+    index: int
+    offset: int
+    size: int
+    data: str
+    pointers: tuple[PointerSeen, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +135,16 @@ class NodeSeen:
     body : str
         Which graph it stands in: empty for the captured one, ``0.3`` for the body of node 3 of
         node 0.
+    params : tuple of ParamSeen
+        Arguments of a kernel.
+    params_unknown : str
+        Why the arguments could not be read. Empty when they were.
+    source, target : PointerSeen, optional
+        Ends of a copy; what a memset or a memory node touches is its target.
+    size : int
+        Bytes that are copied, set or allocated.
+    attributes : mapping of str to str
+        Launch attributes that are set.
     """
 
     kind: str
@@ -70,6 +153,23 @@ class NodeSeen:
     block: tuple[int, ...] = ()
     shared: int = 0
     body: str = ""
+    params: tuple[ParamSeen, ...] = ()
+    params_unknown: str = ""
+    source: PointerSeen | None = None
+    target: PointerSeen | None = None
+    size: int = 0
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pointers(self) -> tuple[PointerSeen, ...]:
+        """Every address that the node holds."""
+        ends = tuple(end for end in (self.source, self.target) if end is not None)
+        return tuple(pointer for param in self.params for pointer in param.pointers) + ends
+
+    @property
+    def title(self) -> str:
+        """Kernel name, or kind."""
+        return self.kernel or self.kind
 
 
 @dataclass(frozen=True)
@@ -83,11 +183,299 @@ class GraphSeen:
         Why the nodes are unknown. None when they are known.
     unseen_bodies : tuple of str
         Bodies that could not be walked (conditional nodes): their kernels are not among `nodes`.
+    edges : tuple of (int, int, str)
+        From node, to node (numbers in the captured graph), and the kind: ``full`` or
+        ``programmatic``.
     """
 
     nodes: tuple[NodeSeen, ...] = ()
     not_inspected: str | None = None
     unseen_bodies: tuple[str, ...] = ()
+    edges: tuple[tuple[int, int, str], ...] = ()
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernel nodes, in the driver's order."""
+        return tuple(node.kernel or "?" for node in self.nodes if node.kind == "kernel")
+
+
+@dataclass(frozen=True)
+class CallSeen:
+    """A call of the CUDA runtime or driver, or what stands for one without CUPTI.
+
+    Parameters
+    ----------
+    api : str
+        Its name, without a version: ``cudaMalloc``.
+    kind : str
+        ``launch``, ``sync``, ``query``, ``alloc``, ``free``, ``host_alloc``, ``host_free``,
+        ``copy``, ``memset``, ``load``, ``unload``, ``record``, ``wait``, ``host_func``, ``destroy``
+        (of a graph), ``device`` (another device made current).
+    phase : str
+        What the protocol was doing: ``eager``, ``warm-up``, ``capture``, ``strict``, ``cold``, ...
+    thread : str
+        ``main`` for the one that runs the step, else ``other``, or ``autograd``.
+    stream : int, optional
+        Handle, where the call takes one.
+    where : str, optional
+        ``file:line`` of the innermost frame that belongs to no library.
+    origin : str
+        The library that made the call, where it is known: ``libtorch_cuda.so``.
+    kernel : str, optional
+        For a launch.
+    address, size : int
+        What is allocated, freed or written; 0 where unknown.
+    source : int
+        The other end of a copy.
+    error : str
+        Why it failed. Empty when it did not.
+    torch_owned : bool
+        The memory lies in a segment of torch's allocator.
+    detail : str
+        More, for a person.
+    """
+
+    api: str
+    kind: str
+    phase: str
+    thread: str = "main"
+    stream: int | None = None
+    where: str | None = None
+    origin: str = ""
+    kernel: str | None = None
+    address: int = 0
+    size: int = 0
+    source: int = 0
+    error: str = ""
+    torch_owned: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class PoolHitSeen:
+    """Memory that CuPy's pool gave to the step inside the capture.
+
+    Parameters
+    ----------
+    address, size : int
+    fresh : bool
+        It came from the driver and not out of the pool.
+    freed : bool
+        It was given back before the capture ended, so others get the same memory.
+    where : str, optional
+    """
+
+    address: int
+    size: int
+    fresh: bool = False
+    freed: bool = False
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class AttemptSeen:
+    """One of several captures of the step.
+
+    Parameters
+    ----------
+    name : str
+        ``capture`` (the one that is replayed), ``strict`` (on a blocking stream), ``cold`` (on a
+        stream without warm-up), ``double`` (other host values), ``fresh 0`` and ``fresh 2`` (a
+        fresh step after that many warm-ups), ``retry`` (in another mode, after a failure).
+    mode : str
+        ``global``, ``thread_local`` or ``relaxed``.
+    stream : int
+    graph : GraphSeen
+    fault : Fault, optional
+        Why it failed.
+    pool : tuple of int, optional
+        The graph's private pool.
+    launches : tuple of LaunchSeen
+    """
+
+    name: str
+    mode: str = "global"
+    stream: int = 0
+    graph: GraphSeen = field(default_factory=GraphSeen)
+    fault: Fault | None = None
+    pool: tuple[int, int] | None = None
+    launches: tuple[LaunchSeen, ...] = ()
+
+
+@dataclass(frozen=True)
+class DriftSeen:
+    """How one output of one run differs from that of another that should be the same.
+
+    Parameters
+    ----------
+    mismatch : Mismatch
+        Bit by bit; its expectation is the other run.
+    relative : float or None
+        L2 norm of the difference over that of the expectation.
+    ulps : mapping of str to int
+        Histogram of the distances in units in the last place: ``1``, ``2-3``, ``4-15``, ...
+    right : bool or None
+        The output agrees with the reference all the same; None without one.
+    """
+
+    mismatch: Mismatch
+    relative: float | None = None
+    ulps: Mapping[str, int] = field(default_factory=dict)
+    right: bool | None = None
+
+
+@dataclass(frozen=True)
+class TrialSeen:
+    """A run on the captured inputs under changed circumstances, against the first replay.
+
+    Parameters
+    ----------
+    name : str
+        ``eager again``, ``against eager``, ``again``, ``idempotent``, ``padding``,
+        ``padding nan``, ``scratch``, ``pool``, ``free memory``, ``interference``, ``stream``,
+        ``overlap``, ``restore``.
+    subject : str
+        The tensor that was disturbed, where it was one.
+    drifts : tuple of DriftSeen
+        Outputs that differ.
+    fault : Fault, optional
+        Why there is no result.
+    detail : str
+        What was done.
+    """
+
+    name: str
+    subject: str = ""
+    drifts: tuple[DriftSeen, ...] = ()
+    fault: Fault | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ResponseSeen:
+    """What an input moves, in the replay and in the reference.
+
+    Parameters
+    ----------
+    input : str
+    how : str
+        ``alone`` (it alone was changed), or ``stale`` (the replay on other inputs agrees with the
+        reference for this one as it was captured).
+    reference_moves : int
+        Elements of the outputs that the reference changes.
+    replay_moves : int
+        Those of them that the replay changes.
+    ignored : bool
+        The replay is what the reference gives without the change.
+    """
+
+    input: str
+    how: str = "alone"
+    reference_moves: int = 0
+    replay_moves: int = 0
+    ignored: bool = False
+
+
+@dataclass(frozen=True)
+class TensorSeen:
+    """A tensor that is declared, or that can be reached from the step.
+
+    Parameters
+    ----------
+    path : str
+        Its name, or the way to it: ``step.plan``.
+    role : str
+        ``input``, ``output``, ``scratch``, ``state``, or ``held``.
+    address, size : int
+    device : str
+    """
+
+    path: str
+    role: str
+    address: int
+    size: int
+    device: str = "cuda:0"
+
+
+@dataclass(frozen=True)
+class ReboundSeen:
+    """A name that holds another tensor than before.
+
+    Parameters
+    ----------
+    path : str
+    before, after : int
+        Addresses; 0 where it holds no tensor.
+    during : str
+        ``capture`` (the step did it) or ``refill``.
+    """
+
+    path: str
+    before: int
+    after: int
+    during: str
+
+
+@dataclass(frozen=True)
+class StaleMemorySeen:
+    """Memory that the graph reads, that no refill writes, and that the step's host code does.
+
+    Parameters
+    ----------
+    pointer : PointerSeen
+    kernel : str
+        A node that reads it.
+    path : str
+        The way to the tensor there, when one is known.
+    """
+
+    pointer: PointerSeen
+    kernel: str
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class WriteSeen:
+    """Memory that a run wrote and that is none of its outputs.
+
+    Parameters
+    ----------
+    name : str
+        Whose memory: an input, or the rest of an output's storage.
+    part : str
+        ``input``, ``storage``, or ``behind`` (the allocator's slack behind the tensor).
+    count : int
+        Bytes that changed.
+    first : int
+        Offset of the first.
+    run : str
+    """
+
+    name: str
+    part: str
+    count: int
+    first: int
+    run: str = "replay"
+
+
+@dataclass(frozen=True)
+class MemorySeen:
+    """Bytes in use around a number of equal actions.
+
+    Parameters
+    ----------
+    what : str
+        ``replays``, ``failed capture``, or ``whole run``.
+    allocated, reserved, device : tuple of int
+        Torch's allocated and reserved bytes, and the device's used bytes, before and after.
+    times : int
+    """
+
+    what: str
+    allocated: tuple[int, int] = (0, 0)
+    reserved: tuple[int, int] = (0, 0)
+    device: tuple[int, int] = (0, 0)
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -214,6 +602,32 @@ class CaptureSeen:
         What was completed: ``eager``, ``capture``, ``replay``.
     end : EndSeen, optional
         Of a run in a child process that did not come back.
+    observer : str
+        ``CUPTI``, or what took its place and why.
+    calls : tuple of CallSeen
+        CUDA calls of the step, of all phases.
+    attempts : list of AttemptSeen
+        All captures, the one that is replayed among them.
+    pool_hits : tuple of PoolHitSeen
+    trials : list of TrialSeen
+    responses : list of ResponseSeen
+    tensors : tuple of TensorSeen
+        Declared and reached ones, right after the capture.
+    rebound : tuple of ReboundSeen
+    stale : tuple of StaleMemorySeen
+    writes : list of WriteSeen
+    memory : list of MemorySeen
+    armed : tuple of str
+        Debugging modes and hooks that were on around the capture.
+    collections : int
+        Garbage collections inside the step.
+    pool : tuple of int, optional
+        Private pool of the replayed graph.
+    deterministic, has_reference : bool
+    gaps : list of (str, str)
+        What was not inspected, and why.
+    streams : mapping of str to int
+        Handles of the streams that were current: ``eager``, ``capture``, ...
     """
 
     capture_stream: int = 0
@@ -228,6 +642,32 @@ class CaptureSeen:
     skipped: tuple[str, ...] = ()
     stages: list[str] = field(default_factory=list)
     end: EndSeen | None = None
+    observer: str = ""
+    calls: tuple[CallSeen, ...] = ()
+    attempts: list[AttemptSeen] = field(default_factory=list)
+    pool_hits: tuple[PoolHitSeen, ...] = ()
+    trials: list[TrialSeen] = field(default_factory=list)
+    responses: list[ResponseSeen] = field(default_factory=list)
+    tensors: tuple[TensorSeen, ...] = ()
+    rebound: tuple[ReboundSeen, ...] = ()
+    stale: tuple[StaleMemorySeen, ...] = ()
+    writes: list[WriteSeen] = field(default_factory=list)
+    memory: list[MemorySeen] = field(default_factory=list)
+    armed: tuple[str, ...] = ()
+    collections: int = 0
+    pool: tuple[int, int] | None = None
+    deterministic: bool = True
+    has_reference: bool = True
+    gaps: list[tuple[str, str]] = field(default_factory=list)
+    streams: Mapping[str, int] = field(default_factory=dict)
+
+    def attempt(self, name: str) -> AttemptSeen | None:
+        """Return the capture of that name, if there was one."""
+        return next((each for each in self.attempts if each.name == name), None)
+
+    def trial(self, name: str) -> TrialSeen | None:
+        """Return the first trial of that name, if there was one."""
+        return next((each for each in self.trials if each.name == name), None)
 
     def summary(self) -> Mapping[str, Any]:
         """Return counts for a report, as JSON values."""

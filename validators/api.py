@@ -1,0 +1,295 @@
+"""The doors of the capture validator: a case, a bare function, or a factory in a child process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cuverify.validators.callable_case import CallableCase
+from cuverify.validators.capture import CaptureResult, capture_and_replay
+from cuverify.validators.child import ChildOutcome, Emit, run_child
+from cuverify.validators.observations import CaptureSeen, EndSeen
+from cuverify.validators.rules import judge
+from cuverify.validators.subject import CallableStep
+
+from cuverify.errors import ArgumentError, CaseError
+from cuverify.report import Coverage, Report
+
+if TYPE_CHECKING:
+    from cuverify.validators.compare import Tolerance
+
+BATCHES = 6  # of a check case, when the caller does not say how many
+SILENCE_S = 60.0
+
+_TASK = f"{__name__}:run_in_child"
+
+
+def validate_callable(
+    step: Callable[[], Any],
+    *,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    refill: Callable[[int], None] | None = None,
+    reference: Callable[[], Mapping[str, Any]] | None = None,
+    scratch: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    padding: Mapping[str, Any] | None = None,
+    make_step: Callable[[], Callable[[], Any]] | None = None,
+    vary: Callable[[int], None] | None = None,
+    tolerance: Mapping[str, Tolerance] | Tolerance | None = None,
+    deterministic: bool = True,
+    only_recorded: bool = False,
+    name: str = "step",
+    **more: Any,
+) -> Report:
+    """Capture a bare function on its tensors, replay it, and say what is wrong.
+
+    Parameters
+    ----------
+    step, inputs, outputs, refill, reference, scratch, state, padding, make_step, vary, tolerance,
+    deterministic, only_recorded, name, **more
+        As `CallableCase` has them.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ArgumentError
+        An argument that `CallableCase` refuses.
+    DeviceError
+        There is no CUDA device.
+
+    Notes
+    -----
+    A step that accesses what it must not ends this process's CUDA context: one that is not trusted
+    comes as a factory, to `validate_factory`.
+    """
+    return validate(
+        CallableCase(
+            step,
+            inputs,
+            outputs,
+            refill=refill,
+            reference=reference,
+            scratch=scratch or {},
+            state=state or {},
+            padding=padding or {},
+            make_step=make_step,
+            vary=vary,
+            tolerance=tolerance,
+            deterministic=deterministic,
+            only_recorded=only_recorded,
+            name=name,
+            **more,
+        )
+    )
+
+
+def validate_factory(
+    reference: str,
+    *,
+    silence_s: float = SILENCE_S,
+    environment: Mapping[str, str] | None = None,
+) -> Report:
+    """Validate what a factory makes, in a child process with a time limit.
+
+    Parameters
+    ----------
+    reference : str
+        ``module:function`` or ``file.py:function``, importable in a fresh process: the function
+        takes nothing and returns a `CallableCase`. A case of `cuverify.cases.CheckCase` does, too.
+    silence_s : float
+        Seconds after which a stage that says nothing counts as hanging.
+    environment : mapping, optional
+        Variables to set in the child.
+
+    Returns
+    -------
+    Report
+        With what was seen until then, when the child hangs (CV904), dies (CV905) or loses its
+        device (CV903).
+
+    Raises
+    ------
+    ArgumentError
+        `silence_s` is not positive.
+    """
+    listener = _Listener(reference)
+    outcome = run_child(
+        _TASK,
+        {"reference": reference},
+        silence_s=silence_s,
+        on_event=listener.take,
+        environment=environment,
+    )
+    return listener.report(outcome, silence_s)
+
+
+def validate(
+    case: Any,
+    *,
+    seed: int = 0,
+    examples: int | None = None,
+    child: bool = False,
+    strict: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Capture a case's step, replay it, and say what is wrong.
+
+    Parameters
+    ----------
+    case : CallableCase, CheckCase or str
+        A string is a reference as `validate_factory` takes it, and always goes into a child.
+    seed : int
+        Draws the batches of a check case.
+    examples : int, optional
+        Batches of a check case.
+    child : bool
+        Needs a reference: an object cannot be found again by another process.
+    strict : bool
+        Also capture on a blocking stream and on a cold one.
+    progress : callable, optional
+        Told the stage that begins.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ArgumentError
+        ``child=True`` with an object.
+    DeviceError
+        There is no CUDA device.
+    """
+    if isinstance(case, str):
+        return validate_factory(case)
+    if child:
+        raise ArgumentError("child", child, "needs a reference, module:function, and no object")
+    if isinstance(case, CallableCase):
+        result = capture_and_replay(
+            CallableStep(case),
+            [(f"seed {each}", each) for each in case.seeds],
+            tolerances=case.tolerance,
+            only_recorded=case.only_recorded,
+        )
+        return _report(case.name, [result])
+    results = [
+        capture_and_replay(
+            step,
+            batches,
+            tolerances=getattr(case, "tolerances", None),
+            only_recorded=getattr(case, "only_recorded", True),
+        )
+        for step, batches in _groups(case, seed, examples)
+    ]
+    return _report(case.name, results)
+
+
+def _groups(
+    case: Any, seed: int, examples: int | None
+) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
+    """Yield a step and the batches that may fit it, until each batch was captured or replayed."""
+    left = list(
+        itertools.islice(case.device_batches(seed=seed, examples=2 * BATCHES), examples or BATCHES)
+    )
+    if not left:
+        raise CaseError(f"{case.name}: device_batches() gave no batch: nothing would be checked")
+    while left:
+        step = case.step(left[0][1], "torch-cuda")
+        yield step, left
+        left = left[1:]
+
+
+def _report(name: str, results: list[CaptureResult]) -> Report:
+    report = Report(f"capture of {name}")
+    seen = set()
+    for result in results:
+        for finding in result.findings:
+            if (finding.rule, finding.message) not in seen:
+                seen.add((finding.rule, finding.message))
+                report.findings.append(finding)
+        report.coverage.extend(line for line in result.coverage if line not in report.coverage)
+    return report
+
+
+class _Listener:
+    """Keeps what a child said last."""
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
+        self.stage = ""
+        self.last: Report | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == "stage":
+            self.stage = event["stage"]
+        else:
+            self.last = Report.from_json(event["report"])
+
+    def report(self, outcome: ChildOutcome, silence_s: float) -> Report:
+        report = self.last or Report(f"capture of {self.reference}")
+        if outcome.status != "done":
+            end = EndSeen(
+                status=outcome.status,
+                ending=outcome.ending,
+                label=self.stage,
+                silence_s=silence_s,
+                error=outcome.error,
+                log=outcome.trace or outcome.log,
+            )
+            report.findings.extend(judge(CaptureSeen(end=end)))
+            report.coverage.append(
+                Coverage("what follows", "not inspected", f"the process ended in {self.stage}")
+            )
+        return report
+
+
+def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
+    """Be the child: make the case, validate it, and send its report."""
+    made = load_factory(work["reference"])
+    case = made() if callable(made) and not hasattr(made, "device_batches") else made
+    report = validate(case, progress=lambda stage: emit({"kind": "stage", "stage": stage}))
+    emit({"kind": "report", "report": report.to_json()})
+
+
+def load_factory(reference: str) -> Any:
+    """Return what ``module:name`` or ``file.py:name`` names.
+
+    Raises
+    ------
+    CaseError
+        The module does not import, or has no such name.
+    """
+    place, separator, name = reference.rpartition(":")
+    if not separator:
+        raise CaseError(f"factory {reference!r}: write module:function or file.py:function")
+    try:
+        module = (
+            _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except Exception as error:
+        raise CaseError(
+            f"factory {reference!r}: {place} does not import: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        raise CaseError(f"factory {reference!r}: {place} has no attribute {name!r}")
+    return getattr(module, name)
+
+
+def _from_file(path: Path) -> Any:
+    name = f"cuverify_factory_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve(strict=True))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,237 @@
+"""See the CUDA calls of every library through CUPTI's callbacks.
+
+cupti-python is an optional extra. A process has one subscriber: beside a profiler, and after
+torch.profiler, the subscription is refused, and `open_observer` gives the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from cuverify.validators.api_calls import CALLS, Call, base_name
+from cuverify.validators.observations import CallSeen
+from cuverify.validators.places import modules_in, place_in
+
+# offsets in the structure that a callback gets
+_ARGUMENTS, _RESULT = 16, 24
+_RUNTIME_FIRST = ("RUNTIME_API", "DRIVER_API")
+_MOST = 20_000  # calls that are kept
+_FRAMES = 24  # native frames that are looked at for the library that called
+_CHEAP = frozenset({"launch", "record", "wait", "memset"})  # many, and of known origin
+# between the caller and this module: not who called
+_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.cpython", "cupti/", "libpython", "python3")
+_BELOW += ("libc.so", "_ctypes", "libffi")
+
+
+class CuptiObserver:
+    """Records the calls of the phases that are opened on it.
+
+    Parameters
+    ----------
+    cupti : module
+        `cupti.cupti`.
+
+    Notes
+    -----
+    Only the calls of `CALLS` are subscribed to, and only while a phase is open. Each costs some
+    tens of microseconds, on the thread that makes it.
+    """
+
+    name = "CUPTI"
+
+    def __init__(self, cupti: Any) -> None:
+        self._cupti = cupti
+        self.calls: list[CallSeen] = []
+        self.dropped = 0
+        self.trouble: str | None = None
+        self._phase = ""
+        self._main = threading.get_ident()
+        self._open: dict[int, list[tuple[int, int]]] = {}  # by thread: calls inside others
+        self._known: dict[tuple[int, int], tuple[str, Call]] = {}
+        self._maps: list[tuple[int, int, str]] = []
+        for domain in _RUNTIME_FIRST:
+            number = int(getattr(cupti.CallbackDomain, domain))
+            ids = getattr(cupti, f"{domain.partition('_')[0].lower()}_api_trace_cbid")
+            for member in ids:
+                base = base_name(member.name)
+                if base in CALLS:
+                    self._known[number, int(member)] = (base, CALLS[base])
+        self._subscriber = cupti.subscribe(self._called, None)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record what is called while the context is open."""
+        self._main = threading.get_ident()
+        self._open.clear()
+        self._phase = name
+        self._enable(1)
+        try:
+            yield
+        finally:
+            self._enable(0)
+            self._phase = ""
+
+    def close(self) -> None:
+        """Give the subscription back."""
+        if self._subscriber is not None:
+            self._cupti.unsubscribe(self._subscriber)
+            self._subscriber = None
+
+    def _enable(self, on: int) -> None:
+        for domain, identity in self._known:
+            self._cupti.enable_callback(on, self._subscriber, domain, identity)
+
+    def _called(self, _: Any, domain: int, identity: int, data: Any) -> None:
+        """Be CUPTI's callback: it must not raise, and is called by any thread."""
+        try:
+            known = self._known.get((int(domain), int(identity)))
+            if known is None or not self._phase:
+                return
+            thread = threading.get_ident()
+            inside = self._open.setdefault(thread, [])
+            if int(data.callback_site) == 0:
+                # the driver's call inside the runtime's is the same event
+                if not inside:
+                    self._enter(known, data, thread)
+                inside.append((int(domain), int(identity)))
+            elif inside:
+                inside.pop()
+                if not inside:
+                    self._leave(known, data, thread)
+        except Exception as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+
+    def _enter(self, known: tuple[str, Call], data: Any, thread: int) -> None:
+        if len(self.calls) >= _MOST:
+            self.dropped += 1
+            return
+        api, call = known
+        arguments = _word(int(data.ptr) + _ARGUMENTS)
+        frame = sys._getframe(2)
+        whose, where = "main", place_in(frame)
+        if thread != self._main:
+            whose, where = self._other_thread(frame, where)
+        values = {
+            "stream": _stream(arguments, call),
+            "size": _at(arguments, call.size),
+            "source": _at(arguments, call.source),
+            "address": 0 if call.returned else _at(arguments, call.address),
+        }
+        if api == "cudaSetDevice" and arguments:
+            values["address"] = ctypes.c_int.from_address(arguments).value
+        self.calls.append(
+            CallSeen(
+                api,
+                call.kind,
+                self._phase,
+                thread=whose,
+                where=where,
+                origin="" if call.kind in _CHEAP else self._origin(),
+                kernel=str(data.symbol_name) if call.kind == "launch" else None,
+                **values,  # type: ignore[arg-type]
+            )
+        )
+
+    def _leave(self, known: tuple[str, Call], data: Any, thread: int) -> None:
+        api, call = known
+        place = _word(int(data.ptr) + _RESULT)
+        code = ctypes.c_int.from_address(place).value if place else 0
+        if not code and not call.returned:
+            return
+        for index in range(len(self.calls) - 1, max(-1, len(self.calls) - 64), -1):
+            seen = self.calls[index]
+            if seen.api == api and seen.thread in ("main", "other", "autograd"):
+                address = seen.address
+                if call.returned and not code:
+                    arguments = _word(int(data.ptr) + _ARGUMENTS)
+                    address = _at(_at(arguments, call.address), 0)
+                error = f"error {code}" if code else ""
+                self.calls[index] = replace(seen, address=address, error=error)
+                return
+
+    def _other_thread(self, frame: Any, where: str | None) -> tuple[str, str | None]:
+        """Return whose call another thread's is; the autograd engine has no frame of its own."""
+        main = sys._current_frames().get(self._main)
+        if "torch.autograd.graph" in modules_in(main) or "torch.autograd" in modules_in(main):
+            return "autograd", where or place_in(main)
+        return "other", where
+
+    def _origin(self) -> str:
+        """Return the library whose code made the call, by the native stack."""
+        buffer = (ctypes.c_void_p * _FRAMES)()
+        count = _libc().backtrace(buffer, _FRAMES)
+        for address in buffer[:count]:
+            name = self._library(address or 0)
+            if name and not any(part in name for part in _BELOW):
+                return os.path.basename(name)
+        return ""
+
+    def _library(self, address: int) -> str:
+        for attempt in range(2):
+            for low, high, name in self._maps:
+                if low <= address < high:
+                    return name
+            if attempt == 0:
+                self._maps = code_ranges()
+        return ""
+
+
+def open_observer() -> tuple[CuptiObserver | None, str]:
+    """Return an observer, or None and the reason.
+
+    Returns
+    -------
+    (CuptiObserver or None, str)
+        ``close`` gives the subscription back.
+    """
+    try:
+        from cupti import cupti
+    except ImportError as error:
+        return None, f"cupti-python is not installed ({error})"
+    except Exception as error:  # a library of CUDA that does not fit
+        return None, f"cupti-python does not load: {error}"
+    try:
+        return CuptiObserver(cupti), ""
+    except Exception as error:
+        return None, f"CUPTI refused the subscription: {error}"
+
+
+def code_ranges() -> list[tuple[int, int, str]]:
+    """Return (first, end, file) of this process's mapped code."""
+    ranges = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                parts = line.split(maxsplit=5)
+                if len(parts) == 6 and "x" in parts[1] and parts[5].startswith("/"):
+                    low, _, high = parts[0].partition("-")
+                    ranges.append((int(low, 16), int(high, 16), parts[5].strip()))
+    except OSError:
+        return []
+    return ranges
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _at(base: int, offset: int | None) -> int:
+    return _word(base + offset) if base and offset is not None else 0
+
+
+def _stream(arguments: int, call: Call) -> int | None:
+    if call.stream is None or not arguments:
+        return None
+    base = _word(arguments) if call.through else arguments
+    return _word(base + call.stream) if base else None
