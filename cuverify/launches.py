@@ -112,9 +112,7 @@ def recording() -> bool:
     return bool(_recorders)
 
 
-def note(
-    launch: Launch, lane: str, stream: int, again: Callable[[], None] | None = None
-) -> None:
+def note(launch: Launch, lane: str, stream: int, again: Callable[[], None] | None = None) -> None:
     """Give a launch to every recorder that is open."""
     arguments = {
         name: argument.address

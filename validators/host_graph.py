@@ -112,7 +112,7 @@ class HostGraph:
         import torch
         from torch.utils._pytree import tree_flatten
 
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0]]
+        given = tree_flatten((args, kwargs))[0]
         tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]

@@ -187,11 +187,6 @@ class VerifyBackend:
 
     # Parts
 
-    def mask_elements(self, max_bs: int) -> int:
-        """Return the elements that full masks of so many requests can have."""
-        n = self.draft_tokens
-        return max_bs * n * (self.max_context_len + n)
-
     @property
     def _metadata(self) -> Metadata:
         if self.forward_metadata is None:
@@ -279,7 +274,7 @@ class _Tables:
         self.req_pool_indices = zeros(max_bs)
         self.qo_indptr = torch.arange(0, (max_bs + 1) * n, n, device=device)
         self.kv_indices = zeros(max(1, listed))
-        self.mask = zeros(backend.mask_elements(max_bs), torch.uint8)
+        self.mask = zeros(max_bs * n * (backend.max_context_len + n), torch.uint8)
         self.mask_indptr = zeros(max_bs + 1)
         self.query_mask = zeros(max_bs * n * n, torch.uint8)
         self.query_indptr = torch.arange(0, (max_bs + 1) * n * n, n * n, device=device)
@@ -321,6 +316,4 @@ class _Tables:
         from cuverify.ops.verify_attention import AttentionWorkspace
 
         largest = self.plan(self._max_bs)
-        return AttentionWorkspace.allocate(
-            self.seq_lens, plan=largest, latent=self._backend.latent
-        )
+        return AttentionWorkspace.allocate(self.seq_lens, plan=largest, latent=self._backend.latent)

@@ -26,8 +26,15 @@ class Graphs(Protocol):
     name: str
     device: str
 
-    def capture(self, step: Callable[[], None], *, warmups: int, scratch: bool = False) -> Graph:
-        """Warm up and capture. A scratch graph shares nothing with the others."""
+    def capture(
+        self,
+        step: Callable[[], None],
+        *,
+        warmups: int,
+        warmed: Callable[[], None] | None = None,
+        scratch: bool = False,
+    ) -> Graph:
+        """Warm up, calling `warmed` after each run, and capture. A scratch graph shares nothing."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -39,10 +46,19 @@ class HostGraphs:
     name = "likenesses of CUDA graphs"
     device = "cpu"
 
-    def capture(self, step: Callable[[], None], *, warmups: int, scratch: bool = False) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], None],
+        *,
+        warmups: int,
+        warmed: Callable[[], None] | None = None,
+        scratch: bool = False,
+    ) -> Graph:
         """Warm up and capture."""
         for _ in range(warmups):
             step()
+            if warmed is not None:
+                warmed()
         graph = HostGraph()
         with graph.capture():
             step()
@@ -76,7 +92,14 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def capture(self, step: Callable[[], None], *, warmups: int, scratch: bool = False) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], None],
+        *,
+        warmups: int,
+        warmed: Callable[[], None] | None = None,
+        scratch: bool = False,
+    ) -> Graph:
         """Warm up and capture on the run's stream."""
         torch = self._torch
         before = torch.cuda.current_stream()
@@ -86,6 +109,8 @@ class CudaGraphs:
                 for _ in range(warmups):
                     step()
                     torch.cuda.synchronize()
+                    if warmed is not None:
+                        warmed()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             pool = {} if scratch else {"pool": self._pool}
             gc.collect()

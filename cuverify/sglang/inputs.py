@@ -128,10 +128,10 @@ class GraphInputs:
             )
         for name, rule in self.rules.items():
             part = self.view(name, bs)
-            values = torch.from_numpy(np.ascontiguousarray(real[name], np.int64))
+            values = torch.from_numpy(np.array(real[name], np.int64))
             if rule is STALE:
                 if stale is not None:
-                    part.copy_(torch.from_numpy(np.ascontiguousarray(stale[name], np.int64)))
+                    part.copy_(torch.from_numpy(np.array(stale[name], np.int64)))
             elif raw_bs != bs:
                 part.fill_(self.fill_value if rule == FILL else int(rule))
             part[: len(values)].copy_(values)

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from cuverify.errors import ArgumentError
 from cuverify.kv_layout import KvLayout
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import SM_SCALE, VerifyBatch
-
-if TYPE_CHECKING:
-    from cuverify.sglang.contract import Family
 
 Lengths = Literal["mixed", "maximum"]
 Padding = Literal["numbers", "nan"]
@@ -247,7 +244,9 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
     """
     rng = np.random.default_rng([seed, requests])
     n, most = shape.draft_tokens, shape.max_context_len
-    lens = np.full(requests, most) if lengths == "maximum" else _lengths(requests, most, rng)
+    # what only the longest prefixes break shows in those batches alone
+    mixed = _lengths(requests, max(1, most - n), rng)
+    lens = np.full(requests, most) if lengths == "maximum" else mixed
     layout = KvLayout.build(
         seq_lens=lens,
         tree_tokens=n,
@@ -267,7 +266,9 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
         index_dtype="int64",
         kind="contract",
     )
-    positions = [tree.positions(int(length)) for tree, length in zip(batch.trees, lens, strict=True)]
+    positions = [
+        tree.positions(int(length)) for tree, length in zip(batch.trees, lens, strict=True)
+    ]
     fields = {
         "input_ids": rng.integers(0, _VOCABULARY, requests * n),
         "positions": np.concatenate(positions),

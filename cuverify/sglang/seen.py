@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cuverify.sglang.schedule import Play
@@ -85,12 +84,14 @@ class ContractSeen:
         ``host lane``, or the GPU's name.
     graphs : str
         What captured: ``CUDA graphs``, or their likeness.
+    where : str, optional
+        ``file:line`` of the backend.
     eager : list of PlaySeen
     plays : list of PlaySeen
     frozen : list of FrozenSeen
     compared_captures : str, optional
         Why no two captures were compared; None where they were.
-    dtypes : mapping of str to (str, str)
+    dtypes : dict of str to (str, str)
         Tensors of the backend whose dtype in eager runs is not that in graphs.
     faults : list of Fault
         Of making the backend, its state or a capture.
@@ -102,10 +103,11 @@ class ContractSeen:
     family: str
     device: str
     graphs: str
+    where: str | None = None
     eager: list[PlaySeen] = field(default_factory=list)
     plays: list[PlaySeen] = field(default_factory=list)
     frozen: list[FrozenSeen] = field(default_factory=list)
     compared_captures: str | None = "no capture came to its end"
-    dtypes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     captured: list[int] = field(default_factory=list)

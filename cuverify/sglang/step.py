@@ -1,0 +1,89 @@
+"""A backend as a case of the capture validator: the recorded part of one batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cuverify.errors import CaseError
+from cuverify.sglang.contract import Family, MakeRunner
+from cuverify.sglang.rig import Rig
+from cuverify.sglang.schedule import Play, Shape
+from cuverify.validators.compare import Bounded
+
+
+class RunnerStep:
+    """What a graph of one batch size records, with inputs that the hooks prepare.
+
+    See `cuverify.cases.BoundStep`. Its batches are full ones: padding is `play`'s matter.
+
+    Parameters
+    ----------
+    make, family, shape
+        See `Rig`. On the current CUDA device.
+    play : Play
+        A full batch of the size.
+    """
+
+    def __init__(self, make: MakeRunner, family: Family, shape: Shape, play: Play) -> None:
+        self._bs = play.captured
+        self._rig = Rig(make, family, "cuda", shape)
+        self._rig.prepare_capture(self._bs)
+        self.refill(play)
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """The output of all requests."""
+        return {"out": self._rig.real_rows(self._play)}
+
+    def refill(self, play: Play) -> None:
+        """Write a full batch of the step's size and call the hook in front of a replay."""
+        if play.padded or play.captured != self._bs:
+            raise CaseError(f"{play.label} is no full batch of {self._bs}")
+        self._play = play
+        self._rig.prepare_replay(play)
+
+    def __call__(self) -> None:
+        """Attend, with the hook that belongs into the graph."""
+        self._rig.step()
+
+    def poison(self) -> None:
+        """Fill the output with NaN."""
+        self._rig.poison()
+
+    def expected(self) -> dict[str, Bounded]:
+        """Return what the float64 oracle makes of the present batch."""
+        return {"out": self._rig.expected(self._play)}
+
+
+class RunnerCase:
+    """A backend under one family of hooks, as `cuverify.validators.validate` takes a case.
+
+    Parameters
+    ----------
+    make, family, shape
+        See `Rig`.
+    bs : int, optional
+        The batch size; the largest captured one if absent.
+    """
+
+    only_recorded = False
+
+    def __init__(
+        self, make: MakeRunner, family: Family, shape: Shape, bs: int | None = None
+    ) -> None:
+        self._make, self._family, self._shape = make, family, shape
+        self._bs = shape.max_bs if bs is None else bs
+        self.name = f"{getattr(make, '__name__', 'backend')}, {family} hooks, {self._bs} requests"
+
+    def device_batches(
+        self, *, seed: int = 0, examples: int | None = None
+    ) -> Iterator[tuple[str, Play]]:
+        """Yield full batches of the size, the third with prefixes at the maximum."""
+        for number in range(examples or 3):
+            play = Play(self._bs, self._bs, seed + number, "maximum" if number == 2 else "mixed")
+            yield play.label, play
+
+    def step(self, play: Play, xp: str) -> RunnerStep:
+        """Return a step on the current CUDA device."""
+        return RunnerStep(self._make, self._family, self._shape, play)
