@@ -10,7 +10,7 @@ refuses, reading a value or a shape that depends on one, is refused here too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +155,16 @@ def owner_address(owner: Any) -> int:
     return int(owner.__array_interface__["data"][0])
 
 
-def refused_in_capture(operation: Any, args: Sequence[Any]) -> str | None:
+def refused_in_capture(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
     """Say why a CUDA capture refuses an operation of torch; None when it takes it.
 
     Parameters
     ----------
     operation : torch._ops.OpOverload
-    args : sequence
-        Its positional arguments.
+    args, kwargs
+        Its arguments.
     """
     import torch
 
@@ -175,6 +177,8 @@ def refused_in_capture(operation: Any, args: Sequence[Any]) -> str | None:
         if name != "index" and args[2].numel() == 1:
             return None
         return "a boolean index is turned into positions, whose number the host must know"
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
     if torch.Tag.data_dependent_output in operation.tags:
         return "its result is a value on the host"
     if torch.Tag.dynamic_output_shape in operation.tags:
@@ -190,7 +194,7 @@ def _recorder(graph: HostGraph, launches: list[LaunchRecord]) -> Iterator[None]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            reason = refused_in_capture(func, args)
+            reason = refused_in_capture(func, args, kwargs or {})
             if reason is not None:
                 raise DeviceError(
                     f"operation not permitted when stream is capturing: {func}: {reason}"

@@ -1,0 +1,635 @@
+"""Look at a step without a GPU: what in its Python would not survive a capture.
+
+The step runs on CPU or fake tensors under torch's two interception modes. What reads a value on the
+host, has a shape that depends on one, copies from pageable memory, keeps what it allocated, or
+gives numbers that change with the inputs, is a finding with the line of the step. This is a lint:
+it sees torch's operations and cuverify's launches, no other library's, and no stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cuverify.validators.callable_case import CallableCase
+from cuverify.validators.host_graph import refused_in_capture
+from cuverify.validators.places import place_in, place_of
+
+from cuverify.launches import LaunchRecord, record_launches
+from cuverify.report import Coverage, Finding, Report, Severity, Table
+
+_READS = {
+    "item": ".item()",
+    "__bool__": "bool() of a tensor, as in `if tensor:`",
+    "is_nonzero": "is_nonzero()",
+    "__int__": "int() of a tensor",
+    "__float__": "float() of a tensor",
+    "__complex__": "complex() of a tensor",
+    "__index__": "a tensor used as a Python index, as in range(tensor)",
+    "__contains__": "`in` a tensor",
+    "tolist": ".tolist()",
+    "cpu": ".cpu()",
+    "numpy": ".numpy()",
+    "__array__": "numpy.asarray() of a tensor",
+    "__repr__": "printing a tensor",
+    "__str__": "printing a tensor",
+    "__format__": "printing a tensor",
+    "equal": "torch.equal()",
+    "allclose": "torch.allclose()",
+}
+_SHAPES = {
+    "nonzero": "nonzero()",
+    "argwhere": "argwhere()",
+    "where": "torch.where() of a condition alone",
+    "unique": "unique()",
+    "unique_consecutive": "unique_consecutive()",
+    "masked_select": "masked_select()",
+    "repeat_interleave": "repeat_interleave() by a tensor of repeats",
+    "bincount": "bincount()",
+    "__getitem__": "a boolean index",
+    "__setitem__": "writing through a boolean index",
+}
+_FROM_HOST = {
+    "tensor": "torch.tensor() of Python numbers",
+    "as_tensor": "torch.as_tensor() of host data",
+    "asarray": "torch.asarray() of host data",
+    "from_numpy": "torch.from_numpy()",
+}
+_FIX_READ = (
+    "Keep the value on the device: compare with torch.where, index with a tensor, or do it before "
+    "the capture. A capture cannot wait for a value."
+)
+_FIX_SHAPE = (
+    "Work on the full shape and mask: torch.where with three arguments, masked_fill, a cumulative "
+    "sum for positions; or give the size (nonzero_static, repeat_interleave(output_size=))."
+)
+_FIX_COPY = (
+    "Make the tensor once before the capture and write into it by copy_ from pinned memory outside "
+    "of the step."
+)
+_STAND_IN = 1  # for a value that a fake tensor does not have
+
+_COVERAGE = (
+    "a lint: torch operations and cuverify launches of one run on this machine's CPU; "
+    "streams, other libraries and the capture itself are not seen"
+)
+
+Kind = Literal["read", "shape", "copy", "pinned", "random", "free", "branch", "autograd", "kept"]
+_RULES: dict[Kind, tuple[str, Severity]] = {
+    "read": ("CV202", "error"),
+    "shape": ("CV202", "error"),
+    "copy": ("CV214", "error"),
+    "pinned": ("CV208", "error"),
+    "random": ("CV305", "error"),
+    "free": ("CV205", "error"),
+    "branch": ("CV107", "warning"),
+    "autograd": ("CV217", "warning"),
+    "kept": ("CV404", "warning"),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of torch or launch of cuverify, as a run made it.
+
+    Attributes
+    ----------
+    name : str
+    shapes : tuple
+        Of its tensors; of a launch its grid.
+    numbers : tuple
+        What it was given besides tensors.
+    where : str or None
+        ``file:line`` of the step.
+    """
+
+    name: str
+    shapes: tuple[Any, ...]
+    numbers: tuple[Any, ...]
+    where: str | None = field(compare=False)
+
+
+@dataclass
+class LintSeen:
+    """What one run of a step showed.
+
+    Attributes
+    ----------
+    operations : list of Operation
+    findings : dict of (rule, place, what) to Finding
+        The first of each.
+    allocations : dict of (place, operation, shape) to [times, bytes]
+    error : Exception, optional
+        What the step raised.
+    on_device : bool
+        Tensors of the step are on a GPU, real or fake; its CPU tensors are then the host's own.
+        Otherwise a CPU tensor stands for one on the device.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    findings: dict[tuple[Any, ...], Finding] = field(default_factory=dict)
+    allocations: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    error: Exception | None = None
+    on_device: bool = False
+
+    def add(
+        self, kind: Kind, what: str, where: str | None, message: str, fix: str, **evidence: Any
+    ) -> None:
+        """Add a finding unless this line has it."""
+        rule, severity = _RULES[kind]
+        self.findings.setdefault(
+            (rule, where, what),
+            Finding(rule, severity, message, where, {"call": what, **evidence}, fix),
+        )
+
+
+def lint(case: CallableCase) -> Report:
+    """Run a step on CPU or fake tensors and say what would not survive a capture.
+
+    Parameters
+    ----------
+    case : CallableCase
+        CPU tensors stand for those on the device. Fake tensors will do, and tensors on a GPU; where
+        some are on a GPU, those on the CPU are the host's own. `refill` makes it possible to compare two
+        runs on different inputs, which shows numbers and shapes that a graph would freeze.
+
+    Returns
+    -------
+    Report
+        Findings under the capture validator's names, a table of what each run allocates, and what
+        was not looked at.
+
+    Notes
+    -----
+    The step runs three to five times and writes its tensors. Nothing global stays changed.
+    """
+    report = Report(f"lint of {case.name}")
+    _seeded(case, case.seeds[0])  # what is made once and kept is made now
+    first = _seeded(case, case.seeds[0])
+    merged = dict(first.findings)
+    report.coverage.append(Coverage("step", "inspected", _COVERAGE))
+    report.coverage.append(Coverage("capture", "not inspected", _no_capture()))
+    if first.error is not None:
+        _add_error(report, case.name, first.error)
+    else:
+        merged.update(_frozen(case, first, report))
+        fake = _on_fakes(case, report)
+        merged.update({key: found for key, found in fake.items() if key not in merged})
+    report.findings.extend(merged.values())
+    rows = [
+        [where or "?", name, list(shape), size, times]
+        for (where, name, shape), (times, size) in first.allocations.items()
+    ]
+    columns = ("where", "operation", "shape", "bytes", "times a step")
+    report.tables.append(Table("memory that each step allocates, legal from torch", columns, rows))
+    return report
+
+
+def _no_capture() -> str:
+    import torch
+
+    return "a lint captures nothing" if torch.cuda.is_available() else "no CUDA device"
+
+
+def _seeded(case: CallableCase, seed: int) -> LintSeen:
+    """Run the step once on the inputs of a seed."""
+    if case.refill is not None:
+        case.refill(seed)
+    return _observe(case)
+
+
+def _observe(case: CallableCase) -> LintSeen:
+    tensors = [
+        t for t in (*case.inputs.values(), *case.outputs.values(), *case.state.values())
+        if _is_tensor(t)
+    ]  # fmt: skip
+    seen = LintSeen(on_device=any(t.device.type == "cuda" for t in tensors))
+    kept: list[tuple[weakref.ref[Any], str | None, str]] = []
+    with record_launches() as launches, _watch(seen, launches, kept):
+        try:
+            case.step()
+        except Exception as error:
+            seen.error = error
+            return seen  # its traceback holds what the step had
+    gc.collect()
+    for reference, where, name in kept:
+        if reference() is not None:
+            seen.add(
+                "kept",
+                name,
+                where,
+                f"what {name} allocated is still held after the step: in a graph it lies in the "
+                "graph's pool, where a later replay writes over it",
+                "Allocate before the capture and write in place, or let go of it in the step.",
+            )
+    return seen
+
+
+def _add_error(report: Report, name: str, error: Exception) -> None:
+    text = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+    if "cuda" in text.lower():
+        reason = f"the step wants CUDA here: {text}"
+        report.coverage.append(Coverage("rest of the step", "not inspected", reason))
+        return
+    fix = "Run the step once by itself and read the error."
+    message = f"{name} raised on the CPU: {text}"
+    report.findings.append(Finding("CV902", "error", message, place_of(error), {}, fix))
+    report.coverage.append(Coverage("rest of the step", "not inspected", "the step raised"))
+
+
+# --- numbers and shapes that change ---------------------------------------------------------------
+
+
+def _frozen(case: CallableCase, first: LintSeen, report: Report) -> dict[tuple[Any, ...], Finding]:
+    """Compare two runs on other inputs; whatever differs besides tensors would be frozen."""
+    if case.refill is None and case.vary is None:
+        reason = "without refill or vary there is no other run to compare with"
+        report.coverage.append(Coverage("frozen numbers", "not inspected", reason))
+        return {}
+    found = {}
+    if case.vary is not None:
+        case.vary(1)
+        other = _observe(case)
+        case.vary(0)
+    else:
+        other = _seeded(case, next((s for s in case.seeds if s != case.seeds[0]), 1))
+    if other.error is not None:
+        _add_error(report, case.name, other.error)
+        return {}
+    for rule, one, another, what in _differences(first.operations, other.operations):
+        values = (one.shapes, another.shapes) if what == "shape" else (one.numbers, another.numbers)
+        shown = [str(value) for value in _first_difference(*values)]
+        message = (
+            f"`{one.name}` gets {shown[0]} on one input and {shown[1]} on another: a graph would "
+            f"keep {'the shape' if what == 'shape' else 'the number'} of its capture"
+        )
+        fix = (
+            "Work on the largest shape and mask the rest."
+            if what == "shape"
+            else "Give the value as a tensor on the device, written in place before the replay."
+        )
+        # what follows from a shape has another one, too: the first says it
+        key = (rule, one.where) if what == "shape" else (rule, one.where, one.name)
+        if key in found:
+            continue
+        found[key] = Finding(
+            rule, "error", message, one.where, {"call": one.name, "values": shown}, fix
+        )
+    if [o.name for o in first.operations] != [o.name for o in other.operations]:
+        at = _first_apart(first.operations, other.operations)
+        where = at.where if at is not None else None
+        name = at.name if at is not None else "the step"
+        found["CV302", where, name] = Finding(
+            "CV302",
+            "error",
+            f"the step does other operations on other inputs, `{name}` the first of them; a graph "
+            "repeats those of its capture",
+            where,
+            {"operations": [len(first.operations), len(other.operations)]},
+            "Do the same operations for every input; let the device decide by masks.",
+        )
+    report.coverage.append(
+        Coverage("frozen numbers", "inspected", "two runs on different inputs were compared")
+    )
+    return found
+
+
+def _differences(
+    one: Sequence[Operation], other: Sequence[Operation]
+) -> Iterator[tuple[str, Operation, Operation, str]]:
+    for a, b in zip(one, other, strict=False):
+        if a.name != b.name:
+            return
+        if a.numbers != b.numbers:
+            yield "CV301", a, b, "number"
+        elif a.shapes != b.shapes:
+            yield "CV302", a, b, "shape"
+
+
+def _first_difference(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return a, b
+    return left, right
+
+
+def _first_apart(one: Sequence[Operation], other: Sequence[Operation]) -> Operation | None:
+    for a, b in zip(one, other, strict=False):
+        if a.name != b.name:
+            return a
+    longer = max(one, other, key=len)
+    rest = longer[min(len(one), len(other)) :]
+    return rest[0] if rest else None
+
+
+# --- fake tensors ---------------------------------------------------------------------------------
+
+
+def _on_fakes(case: CallableCase, report: Report) -> dict[tuple[Any, ...], Finding]:
+    """Run once more on tensors without values: nothing may ask for one."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    if any(isinstance(t, FakeTensor) for t in (*case.inputs.values(), *case.outputs.values())):
+        report.coverage.append(Coverage("fake tensors", "inspected", "the step's own are fake"))
+        return {}
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of addresses that a fake has not
+        seen = _observe(case)
+    if seen.error is not None:
+        text = " ".join(str(seen.error).splitlines()[:1])[:200]
+        reason = f"the step stopped there: {type(seen.error).__name__}: {text}"
+        report.coverage.append(Coverage("fake tensors", "not inspected", reason))
+        # what it met before is what the run on values met, but for branches
+        return {}
+    detail = f"{len(seen.operations)} operations without a single value"
+    report.coverage.append(Coverage("fake tensors", "inspected", detail))
+    return {key: found for key, found in seen.findings.items() if found.rule == "CV202"}
+
+
+# --- interception ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _watch(
+    seen: LintSeen,
+    launches: list[LaunchRecord],
+    kept: list[tuple[weakref.ref[Any], str | None, str]],
+) -> Iterator[None]:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    watcher = _Watcher(seen, launches, kept)
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return watcher.call(func, args, kwargs or {})
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return watcher.operation(func, args, kwargs or {})
+
+    with _patched(watcher), Operations(), Calls():
+        yield
+        watcher.take_launches()
+
+
+@contextlib.contextmanager
+def _patched(watcher: _Watcher) -> Iterator[None]:
+    """Hear of the calls that no mode intercepts, and put everything back."""
+    import torch
+
+    places: tuple[tuple[Any, str, Kind | None], ...] = (
+        (torch.cuda, "synchronize", "read"),
+        (torch.cuda, "empty_cache", "free"),
+        (torch.cuda, "is_current_stream_capturing", "branch"),
+        (torch, "from_numpy", "copy"),
+    )
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    try:
+        for owner, name, kind in places:
+            setattr(owner, name, watcher.outside(owner, name, kind))
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+class _Watcher:
+    """Takes every call and operation of a run, and lets it happen."""
+
+    def __init__(
+        self,
+        seen: LintSeen,
+        launches: list[LaunchRecord],
+        kept: list[tuple[weakref.ref[Any], str | None, str]],
+    ) -> None:
+        self.seen, self.launches, self.kept = seen, launches, kept
+        self.reported = False  # the present call has its finding
+        self.api: str | None = None
+
+    def outside(self, owner: Any, name: str, kind: Kind | None) -> Callable[..., Any]:
+        real = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            where = place_in(sys._getframe(1))
+            if kind == "read":
+                message = "torch.cuda.synchronize() waits for the device"
+                self.seen.add("read", name, where, message, _FIX_READ)
+                return None
+            if kind == "free":
+                message = "torch.cuda.empty_cache() gives memory back in the middle of a step"
+                self.seen.add("free", name, where, message, "Call it outside of the step.")
+                return None
+            if kind == "branch":
+                message = "the step asks whether it is captured: its captured form is never warmed"
+                fix = "Do the same with and without a capture."
+                self.seen.add("branch", name, where, message, fix)
+                return False
+            message = f"{_FROM_HOST[name]} is a copy from pageable memory on a GPU"
+            self.seen.add("copy", name, where, message, _FIX_COPY)
+            return real(*args, **kwargs)
+
+        return called
+
+    def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", str(func))
+        outer, self.api = self.api, self.api or name
+        was, self.reported = self.reported, False
+        try:
+            return self._called(func, name, args, kwargs)
+        finally:
+            self.api, self.reported = outer, was
+
+    def _called(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        where = place_in(sys._getframe(2))
+        target = _target(name, args, kwargs)
+        if name in _READS:
+            if self._of_device(args[0]):
+                self._read(_READS[name], where)
+        elif target == "cpu":
+            if self._of_device(args[0]):
+                self._read(".to('cpu')", where)
+        elif target == "cuda" and args[0].device.type != "cuda":
+            message = "a copy to the GPU inside of a step, from pageable memory"
+            self.seen.add("copy", "to(device)", where, message, _FIX_COPY)
+            return args[0]
+        elif name == "pin_memory" or kwargs.get("pin_memory"):
+            message = "pinned memory is allocated inside of a step"
+            fix = "Allocate staging buffers before the capture."
+            self.seen.add("pinned", "pin_memory", where, message, fix)
+            if name == "pin_memory":
+                return args[0]
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        elif name in _FROM_HOST and not _is_tensor(args[0] if args else kwargs.get("data")):
+            message = f"{_FROM_HOST[name]} is a copy from pageable memory on a GPU"
+            self.seen.add("copy", name, where, message, _FIX_COPY)
+        elif name == "backward":
+            message = "the step runs autograd's backward pass, on threads of its own"
+            fix = "Capture a whole training step by torch's recipe, or run under torch.no_grad()."
+            self.seen.add("autograd", name, where, message, fix)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            message = f"{name}() draws from a generator of its own, which no graph knows"
+            fix = "Call graph.register_generator_state(generator) before the capture, or use the "
+            self.seen.add("random", name, where, message, fix + "default generator.")
+        return func(*args, **kwargs)
+
+    def _of_device(self, tensor: Any) -> bool:
+        """Tell whether a tensor is on the device, or stands for one that is."""
+        return not self.seen.on_device or not _is_tensor(tensor) or tensor.device.type == "cuda"
+
+    def _read(self, what: str, where: str | None) -> None:
+        self.reported = True
+        self.seen.add("read", what, where, f"{what} reads a value on the host", _FIX_READ)
+
+    def operation(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        self.take_launches()
+        where = place_in(sys._getframe(1))
+        reason = refused_in_capture(func, args, kwargs)
+        if reason is not None and self._of_device(_first_tensor(args)):
+            self._refused(func, reason, where)
+        if _has_grad(args):
+            message = "the step records autograd's graph"
+            fix = "Run it under torch.no_grad() or torch.inference_mode()."
+            self.seen.add("autograd", "requires_grad", where, message, fix)
+        result = _run(func, args, kwargs, refused=reason is not None)
+        self._across(func, args, result, where)
+        self._note(func, args, kwargs, result, where)
+        return result
+
+    def _across(self, func: Any, args: Any, result: Any, where: str | None) -> None:
+        """Note a copy from one side to the other, which only tensors on a device show."""
+        if not str(func).startswith(("aten.copy_", "aten._to_copy")) or self.reported:
+            return
+        source, target = (args[1], args[0]) if str(func).startswith("aten.copy_") else (
+            args[0], result,
+        )  # fmt: skip
+        kinds = source.device.type, target.device.type
+        if kinds == ("cuda", "cpu"):
+            self._read("a copy to the host", where)
+        elif kinds == ("cpu", "cuda") and not source.is_pinned():
+            message = "a copy to the GPU inside of a step, from pageable memory"
+            self.seen.add("copy", "copy", where, message, _FIX_COPY)
+
+    def _refused(self, func: Any, reason: str, where: str | None) -> None:
+        if self.reported:  # by the call that this is a part of
+            return
+        import torch
+
+        name = self.api or str(func)
+        if torch.Tag.data_dependent_output in func.tags:
+            what = _READS.get(name, f"a tensor's value as a number, in {name}()")
+            self._read(what, where)
+            return
+        what = _SHAPES.get(name, f"{func}")
+        self.reported = True
+        self.seen.add("shape", what, where, f"{what}: {reason}", _FIX_SHAPE)
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, where: str | None
+    ) -> None:
+        from torch.utils._pytree import tree_flatten
+
+        given = tree_flatten((args, dict(kwargs)))[0]
+        tensors = [leaf for leaf in given if _is_tensor(leaf)]
+        outputs = [leaf for leaf in tree_flatten(result)[0] if _is_tensor(leaf)]
+        name = str(func)
+        self.seen.operations.append(
+            Operation(
+                name,
+                tuple(tuple(tensor.shape) for tensor in (*tensors, *outputs)),
+                tuple(_plain(leaf) for leaf in given if not _is_tensor(leaf)),
+                where,
+            )
+        )
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata in storages or func._schema.is_mutable:
+                continue
+            size = tensor.numel() * tensor.element_size()
+            key = (where, name, tuple(tensor.shape))
+            self.seen.allocations.setdefault(key, [0, size])[0] += 1
+            self.kept.append((weakref.ref(tensor), where, name))
+
+    def take_launches(self) -> None:
+        """Note the launches since the last operation."""
+        for record in self.launches:
+            addresses = {owner.data_ptr() for owner in record.owners if _is_tensor(owner)}
+            numbers = [(n, v) for n, v in record.arguments.items() if v not in addresses]
+            self.seen.operations.append(
+                Operation(record.kernel, tuple(record.grid), tuple(numbers), None)
+            )
+        self.launches.clear()
+
+
+def _run(func: Any, args: Any, kwargs: Mapping[str, Any], *, refused: bool) -> Any:
+    """Run an operation; one that has no answer on fake tensors gets a plausible one."""
+    import torch
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+    try:
+        return func(*args, **kwargs)
+    except DataDependentOutputException:
+        kind = args[0].dtype
+        return True if kind == torch.bool else float(_STAND_IN) if kind.is_floating_point else 1
+    except DynamicOutputShapeException:
+        if not refused or "nonzero" not in str(func):
+            raise
+        source = args[0]
+        return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device=source.device)
+
+
+def _target(name: str, args: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the kind of device that a conversion names, None where it names none."""
+    import torch
+
+    if name == "cuda":
+        return "cuda"
+    if name != "to":
+        return None
+    for value in (*args[1:], kwargs.get("device")):
+        if isinstance(value, torch.device):
+            return str(value.type)
+        if isinstance(value, str):
+            return value.partition(":")[0]
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _first_tensor(args: Any) -> Any:
+    return next((value for value in args if _is_tensor(value)), None)
+
+
+def _has_grad(args: Any) -> bool:
+    import torch
+
+    return torch.is_grad_enabled() and any(_is_tensor(a) and a.requires_grad for a in args)
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument as something that is equal in two runs that do the same."""
+    import torch
+
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    known = isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
+    return str(value) if known else type(value).__name__
