@@ -14,9 +14,11 @@ from typing import Any
 
 from cuverify import cases as registry
 from cuverify.report import Coverage, Finding, plain
-from cuverify.validators.capture import CaptureResult, capture_and_replay, coverage, place_of
+from cuverify.validators.capture import CaptureResult, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
+from cuverify.validators.coverage import coverage
 from cuverify.validators.observations import CaptureSeen, EndSeen, Fault
+from cuverify.validators.places import place_of
 from cuverify.validators.rules import judge
 
 CHANGES = 2  # other batches that each captured graph is replayed on

@@ -64,7 +64,7 @@ def case_fault(name: str, what: str, error: Exception, label: str | None = None)
     label : str, optional
         The inputs it happened on.
     """
-    from cuverify.validators.capture import place_of
+    from cuverify.validators.places import place_of
 
     on = f" on {label}" if label is not None else ""
     return Finding(

@@ -15,8 +15,8 @@ from cuverify.check_findings import MergedFindings, case_fault
 from cuverify.errors import CheckerError, CompileError, CuverifyError, ToolchainError
 from cuverify.host.options import SCHEDULES
 from cuverify.report import Finding
-from cuverify.validators.capture import place_of
 from cuverify.validators.compare import Bounded, Mismatch, compare_all, host_array
+from cuverify.validators.places import place_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuverify.validators import capture, compare, graph_walk, rules
-from cuverify.validators.capture import capture_and_replay, coverage, run_record
+from cuverify.validators import capture, compare, graph_walk, protocol, rules, trials
+from cuverify.validators.capture import capture_and_replay
 from cuverify.validators.child import run_child
 from cuverify.validators.compare import HostArray, Mismatch, Tolerance, host_array
+from cuverify.validators.coverage import coverage
+from cuverify.validators.instruments import NoInstruments
 from cuverify.validators.observations import (
     CaptureSeen,
     EndSeen,
@@ -33,6 +35,7 @@ from cuverify.validators.observations import (
     OutputSeen,
     RunSeen,
 )
+from cuverify.validators.runs import run_record
 
 from cuverify import cases
 from cuverify.errors import ArgumentError, CaseError, DeviceError
@@ -595,9 +598,10 @@ def test_a_driver_that_refuses_is_said() -> None:
 
 
 class Stream:
-    def __init__(self, gpu: Gpu, handle: int) -> None:
+    def __init__(self, gpu: Gpu, handle: int, blocking: bool = False) -> None:
         self.gpu = gpu
         self.cuda_stream = handle
+        self.blocking = blocking
 
     def wait_stream(self, other: Stream) -> None:
         """Fork into the capture of the other stream, as an event between the two would."""
@@ -638,6 +642,7 @@ class Gpu:
         self.capturing: set[int] = set()
         self.recording: Graph | None = None
         self.invalid = False
+        self.blocking = False
         self.lost = False
         self.records: list[SimpleNamespace] = []
 
@@ -651,8 +656,12 @@ class Gpu:
                 block=(1, 1, 1),
                 shared=0,
                 lane="device",
+                arguments={},
             )
         )
+        if not stream and self.blocking:
+            self.invalid = True
+            raise RuntimeError("would make the legacy stream depend on a capturing blocking stream")
         if stream in self.capturing and self.recording is not None:
             self.recording.work.append((kernel, run))
         else:
@@ -675,6 +684,12 @@ class Gpu:
     def ExternalStream(self, handle: int) -> Stream:  # noqa: N802
         return Stream(self, handle)
 
+    def Blocking(self) -> Stream:  # noqa: N802
+        return Stream(self, next(self.handles), blocking=True)
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 7)
+
     def CUDAGraph(self, keep_graph: bool) -> Graph:  # noqa: N802
         assert keep_graph
         return Graph(self)
@@ -686,13 +701,16 @@ class Gpu:
         self.current = before
 
     @contextlib.contextmanager
-    def graph(self, graph: Graph, stream: Stream) -> Iterator[None]:
+    def graph(
+        self, graph: Graph, pool: tuple[int, int], stream: Stream, capture_error_mode: str
+    ) -> Iterator[None]:
         self.recording, self.capturing, self.current = graph, {stream.cuda_stream}, stream
+        self.invalid, self.blocking = False, stream.blocking
         try:
             yield
         finally:
             # like torch, which leaves its stream current when the end of the capture fails
-            self.recording, self.capturing = None, set()
+            self.recording, self.capturing, self.blocking = None, set(), False
             if self.invalid:
                 raise RuntimeError("operation failed due to a previous error during capture")
         if not graph.work:
@@ -816,13 +834,17 @@ def on_made_up_gpu(
         gpu.records = []
         yield gpu.records
 
-    def walk(graph: Graph) -> GraphSeen:
-        return GraphSeen(tuple(node(kernel) for kernel, _ in graph.work)) if walked else NOT_WALKED
+    class Walks(NoInstruments):
+        def walk(self, raw_graph: Any, landscape: Any) -> GraphSeen:
+            if not walked:
+                return NOT_WALKED
+            return GraphSeen(tuple(node(kernel) for kernel, _ in raw_graph.work))
 
-    monkeypatch.setattr(capture, "_torch", lambda: SimpleNamespace(cuda=gpu))
-    monkeypatch.setattr(capture, "walk", walk)
+    monkeypatch.setattr(protocol, "_torch", lambda: SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(trials, "_torch", lambda: SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(protocol, "blocking_stream", gpu.Blocking)
     monkeypatch.setattr("cuverify.launches.record_launches", record_launches)
-    result = capture_and_replay(kind(gpu), INPUTS, **options)
+    result = capture_and_replay(kind(gpu), INPUTS, instruments=Walks(), **options)
     assert gpu.current is gpu.null
     assert gc.isenabled()
     return result
@@ -855,7 +877,8 @@ def test_the_protocol_replays_on_all_inputs_that_fit_and_on_the_first_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = on_made_up_gpu(PlusOne, monkeypatch).seen
-    assert [run.label for run in seen.replays] == ["first", "second", "third", "first"]
+    behind = ["second", "first"]  # each once more, behind others
+    assert [run.label for run in seen.replays] == ["first", "second", "third", *behind]
     assert seen.skipped == ("long",)
     assert len(seen.launches) == 1
     assert seen.stages == ["eager", "capture", "replay"]

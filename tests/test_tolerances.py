@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cuverify.validators import Bounded
-from cuverify.validators.capture import run_record
 from cuverify.validators.compare import HostArray, compare, compare_all, differing, host_array
+from cuverify.validators.runs import run_record
 from hypothesis import given
 
 from cuverify import tolerances

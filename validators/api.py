@@ -179,6 +179,8 @@ def validate(
             [(f"seed {each}", each) for each in case.seeds],
             tolerances=case.tolerance,
             only_recorded=case.only_recorded,
+            strict=strict,
+            progress=progress,
         )
         return _report(case.name, [result])
     results = [
@@ -187,6 +189,8 @@ def validate(
             batches,
             tolerances=getattr(case, "tolerances", None),
             only_recorded=getattr(case, "only_recorded", True),
+            strict=strict,
+            progress=progress,
         )
         for step, batches in _groups(case, seed, examples)
     ]

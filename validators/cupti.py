@@ -6,13 +6,14 @@ torch.profiler, the subscription is refused, and `open_observer` gives the reaso
 
 from __future__ import annotations
 
+import bisect
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cuverify.validators.api_calls import CALLS, Call, base_name
@@ -114,7 +115,7 @@ class CuptiObserver:
             return
         api, call = known
         arguments = _word(int(data.ptr) + _ARGUMENTS)
-        frame = sys._getframe(2)
+        frame = _caller()
         whose, where = "main", place_in(frame)
         if thread != self._main:
             whose, where = self._other_thread(frame, where)
@@ -170,16 +171,16 @@ class CuptiObserver:
         for address in buffer[:count]:
             name = self._library(address or 0)
             if name and not any(part in name for part in _BELOW):
-                return os.path.basename(name)
+                return Path(name).name
         return ""
 
     def _library(self, address: int) -> str:
         for attempt in range(2):
-            for low, high, name in self._maps:
-                if low <= address < high:
-                    return name
+            at = bisect.bisect(self._maps, (address, 1 << 64, "")) - 1
+            if at >= 0 and address < self._maps[at][1]:
+                return self._maps[at][2]
             if attempt == 0:
-                self._maps = code_ranges()
+                self._maps = sorted(code_ranges())
         return ""
 
 
@@ -216,6 +217,14 @@ def code_ranges() -> list[tuple[int, int, str]]:
     except OSError:
         return []
     return ranges
+
+
+def _caller() -> Any:
+    """Return the Python frame that made the call; a thread of a library's own has none."""
+    try:
+        return sys._getframe(3)
+    except ValueError:
+        return None
 
 
 def _libc() -> Any:

@@ -331,9 +331,9 @@ class TrialSeen:
     Parameters
     ----------
     name : str
-        ``eager again``, ``against eager``, ``again``, ``idempotent``, ``padding``,
-        ``padding nan``, ``scratch``, ``pool``, ``free memory``, ``interference``, ``stream``,
-        ``overlap``, ``restore``.
+        ``eager again``, ``against eager``, ``again``, ``idempotent``, ``stale``, ``padding``,
+        ``padding nan``, ``scratch``, ``behind``, ``pool``, ``free memory``, ``interference``,
+        ``pinned``, ``stream``, ``overlap``, ``restore``.
     subject : str
         The tensor that was disturbed, where it was one.
     drifts : tuple of DriftSeen
@@ -459,6 +459,24 @@ class WriteSeen:
 
 
 @dataclass(frozen=True)
+class KeptSeen:
+    """A tensor of a graph's private pool that the step's own code still holds after the capture.
+
+    Parameters
+    ----------
+    path : str
+    address, size : int
+    attempt : str
+        Which capture.
+    """
+
+    path: str
+    address: int
+    size: int
+    attempt: str = "capture"
+
+
+@dataclass(frozen=True)
 class MemorySeen:
     """Bytes in use around a number of equal actions.
 
@@ -467,14 +485,16 @@ class MemorySeen:
     what : str
         ``replays``, ``failed capture``, or ``whole run``.
     allocated, reserved, device : tuple of int
-        Torch's allocated and reserved bytes, and the device's used bytes, before and after.
+        Torch's allocated and reserved bytes, and the device's used bytes: before, and after each
+        round.
     times : int
+        Actions a round.
     """
 
     what: str
-    allocated: tuple[int, int] = (0, 0)
-    reserved: tuple[int, int] = (0, 0)
-    device: tuple[int, int] = (0, 0)
+    allocated: tuple[int, ...] = (0, 0)
+    reserved: tuple[int, ...] = (0, 0)
+    device: tuple[int, ...] = (0, 0)
     times: int = 1
 
 
@@ -615,6 +635,7 @@ class CaptureSeen:
         Declared and reached ones, right after the capture.
     rebound : tuple of ReboundSeen
     stale : tuple of StaleMemorySeen
+    kept : list of KeptSeen
     writes : list of WriteSeen
     memory : list of MemorySeen
     armed : tuple of str
@@ -651,6 +672,7 @@ class CaptureSeen:
     tensors: tuple[TensorSeen, ...] = ()
     rebound: tuple[ReboundSeen, ...] = ()
     stale: tuple[StaleMemorySeen, ...] = ()
+    kept: list[KeptSeen] = field(default_factory=list)
     writes: list[WriteSeen] = field(default_factory=list)
     memory: list[MemorySeen] = field(default_factory=list)
     armed: tuple[str, ...] = ()
