@@ -245,6 +245,21 @@ def check(
     return _finish(report, json_file)
 
 
+@cli.command("lint")
+@click.argument("factory", metavar="module:function")
+@_json_option
+def lint_command(factory: str, json_file: Path | None) -> int:
+    """Look at a step without a GPU for what a capture would not survive.
+
+    The function is named module:function or file.py:function, takes nothing and returns a
+    cuverify.validators.CallableCase, whose tensors may be on the CPU.
+    """
+    from cuverify.validators.api import load_factory
+    from cuverify.validators.lint import lint
+
+    return _finish(lint(load_factory(factory)()), json_file)
+
+
 @cli.command("compile")
 @click.argument("targets", nargs=-1, metavar="[FILE|STEM]...")
 @click.option(

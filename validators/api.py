@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cuverify.validators.callable_case import CallableCase
 from cuverify.validators.capture import CaptureResult, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
+from cuverify.validators.lint import lint
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
@@ -64,7 +65,7 @@ def validate_callable(
     ArgumentError
         An argument that `CallableCase` refuses.
     DeviceError
-        There is no CUDA device.
+        As `validate`: never where the lint can look in place of the capture.
 
     Notes
     -----
@@ -167,13 +168,16 @@ def validate(
     ArgumentError
         ``child=True`` with an object.
     DeviceError
-        There is no CUDA device.
+        There is no CUDA device, and the case is a check case. A `CallableCase` goes to the lint
+        then (`cuverify.validators.lint`), and the coverage says that nothing was captured.
     """
     if isinstance(case, str):
         return validate_factory(case)
     if child:
         raise ArgumentError("child", child, "needs a reference, module:function, and no object")
     if isinstance(case, CallableCase):
+        if not _has_gpu():
+            return lint(case)
         result = capture_and_replay(
             CallableStep(case),
             [(f"seed {each}", each) for each in case.seeds],
@@ -195,6 +199,12 @@ def validate(
         for step, batches in _groups(case, seed, examples)
     ]
     return _report(case.name, results)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _groups(
