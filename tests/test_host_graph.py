@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cuverify.validators.host_graph import Call, HostGraph
 
 import cuverify
 from cuverify.errors import DeviceError
-from cuverify.validators.host_graph import Call, HostGraph
 
 SCALE = """
 // @kernel scale

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cuverify.validators import CallableCase, validate_callable
+from cuverify.validators.lint import lint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cuverify
 from cuverify.cli import main
 from cuverify.report import Report
-from cuverify.validators import CallableCase, validate_callable
-from cuverify.validators.lint import lint
 
 
 class Tensors(SimpleNamespace):
@@ -155,7 +155,7 @@ def test_a_frozen_number_of_a_launch_is_told() -> None:
     y = torch.zeros(8)
     case = CallableCase(
         lambda: kernel(1, 8, y, state["value"]), {}, {"y": y},
-        vary=lambda n: state.update(value=float(n)),
+        vary=lambda n: state.update(value=1.0 + n),
     )  # fmt: skip
     report = lint(case)
     assert [(f.rule, f.evidence["call"]) for f in report.findings] == [("CV301", "set")]

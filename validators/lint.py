@@ -156,8 +156,8 @@ def lint(case: CallableCase) -> Report:
     ----------
     case : CallableCase
         CPU tensors stand for those on the device. Fake tensors will do, and tensors on a GPU; where
-        some are on a GPU, those on the CPU are the host's own. `refill` makes it possible to compare two
-        runs on different inputs, which shows numbers and shapes that a graph would freeze.
+        some are on a GPU, those on the CPU are the host's own. With `refill` or `vary` two runs are
+        compared, which shows numbers and shapes that a graph would freeze.
 
     Returns
     -------
@@ -201,6 +201,8 @@ def _seeded(case: CallableCase, seed: int) -> LintSeen:
     """Run the step once on the inputs of a seed."""
     if case.refill is not None:
         case.refill(seed)
+    if case.vary is not None:
+        case.vary(0)
     return _observe(case)
 
 
@@ -217,7 +219,8 @@ def _observe(case: CallableCase) -> LintSeen:
         except Exception as error:
             seen.error = error
             return seen  # its traceback holds what the step had
-    gc.collect()
+    if any(reference() is not None for reference, _, _ in kept):
+        gc.collect()
     for reference, where, name in kept:
         if reference() is not None:
             seen.add(

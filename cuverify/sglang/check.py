@@ -7,20 +7,22 @@ at what one batch size records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from cuverify.check_findings import MergedFindings
 from cuverify.errors import CaseError, DeviceError
-from cuverify.report import Coverage, Report
+from cuverify.report import Coverage, Finding, Report
 from cuverify.sglang.contract import Family, families_of, missing_hooks
 from cuverify.sglang.graphs import CudaGraphs, HostGraphs
 from cuverify.sglang.judge import coverage, judge
 from cuverify.sglang.play import play_contract
-from cuverify.sglang.schedule import CAPTURED, Shape
+from cuverify.sglang.schedule import CAPTURED, Play, Shape
 from cuverify.sglang.seen import ContractSeen
-from cuverify.sglang.step import RunnerCase
-from cuverify.validators import validate
+from cuverify.sglang.step import RunnerStep
 from cuverify.validators.api import load_factory
+from cuverify.validators.capture import capture_and_replay
 from cuverify.validators.child import Emit, run_child
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge as judge_ending
@@ -29,6 +31,7 @@ Progress = Callable[[str, int, int], None]
 Device = Literal["auto", "cpu", "cuda"]
 
 SILENCE_S = 120.0  # a first run compiles
+VALIDATED = 3  # batches that the capture validator sees
 
 HOST_SHAPE = Shape((1, 2, 4, 8), draft_tokens=5, max_context_len=40, latent=64, rope=16)
 CHECKED_SHAPE = Shape((1, 2), draft_tokens=5, max_context_len=24, latent=64, rope=16)
@@ -87,11 +90,13 @@ def check_runner(
     report.environment = env.inspect().versions
     _on_host(report, make, seed, progress)
     if not has_gpu:
+        report.findings = _merged(report.findings)
         reason = "not asked for (device='cpu')" if device == "cpu" else "no CUDA device"
         report.coverage.append(Coverage("capture", "not inspected", reason))
         return report
     work = {"runner": reference, "seed": seed, "captured": list(captured)}
     _on_device(report, work, silence_s, progress)
+    report.findings = _merged(report.findings)
     return report
 
 
@@ -125,18 +130,30 @@ def _on_host(report: Report, make: Any, seed: int, progress: Progress | None) ->
             seen = play_contract(
                 make, family, HostGraphs(), CHECKED_SHAPE, seed=seed, told=progress
             )
-        _add(report, seen, "under the checkers")
+        found = _add(report, seen, "under the checkers")
         # without the checkers a fault of memory would be this process's
-        if report.ok:
+        if not found:
             seen = play_contract(make, family, HostGraphs(), HOST_SHAPE, seed=seed, told=progress)
             _add(report, seen)
 
 
-def _add(report: Report, seen: ContractSeen, how: str = "") -> None:
-    report.findings.extend(judge(seen))
+def _add(report: Report, seen: ContractSeen, how: str = "") -> list[Finding]:
+    """Add what a run showed, and return its findings."""
+    findings = judge(seen)
+    report.findings.extend(findings)
     for line in coverage(seen):
         subject = f"{line.subject}, {how}" if how else line.subject
         report.coverage.append(Coverage(subject, line.status, line.detail))
+    return findings
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return one finding for each rule and family of hooks, with how often it was met."""
+    merged = MergedFindings()
+    for found in findings:
+        by_what = found.evidence.get("kernel") or found.evidence.get("stage")
+        merged.add(found, found.evidence.get("hooks"), by_what)
+    return list(merged)
 
 
 def _on_device(
@@ -203,11 +220,27 @@ def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _validated(make: Any, family: Family, shape: Shape, seed: int) -> Report:
-    """Return what the capture validator says of one batch size, of about 4 requests."""
-    case = RunnerCase(make, family, shape, min(shape.captured, key=lambda bs: abs(bs - 4)))
-    report = validate(case, seed=seed, examples=3)
+    """Return what the capture validator says of the batch size next to 4."""
+    bs = min(shape.captured, key=lambda size: abs(size - 4))
+    plays = [Play(bs, bs, seed + number) for number in range(VALIDATED)]
+    name = f"{make.__name__}, {family} hooks, {bs} requests"
+    report = Report(name)
+    try:
+        step = RunnerStep(make, family, shape, plays[0])
+        result = capture_and_replay(
+            step, [(play.label, play) for play in plays], only_recorded=False
+        )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        report.coverage.append(Coverage(f"{name}: capture", "not inspected", reason))
+        return report
+    report.findings = [
+        replace(
+            found, message=f"{name}: {found.message}", evidence={"hooks": family} | found.evidence
+        )
+        for found in result.findings
+    ]
     report.coverage = [
-        Coverage(f"{case.name}: {line.subject}", line.status, line.detail)
-        for line in report.coverage
+        Coverage(f"{name}: {line.subject}", line.status, line.detail) for line in result.coverage
     ]
     return report

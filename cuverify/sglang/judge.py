@@ -66,7 +66,8 @@ def coverage(seen: ContractSeen) -> list[Coverage]:
             Coverage(
                 f"{who}: frozen numbers",
                 "not inspected",
-                "of two captures on different batches only kernels and grids were compared",
+                "of two captures only kernels and grids were compared here; the validator compares "
+                "numbers",
             )
         )
     return lines

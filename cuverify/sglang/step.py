@@ -1,8 +1,8 @@
-"""A backend as a case of the capture validator: the recorded part of one batch size."""
+"""A backend as a step of the capture validator: the recorded part of one batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cuverify.errors import CaseError
@@ -15,7 +15,8 @@ from cuverify.validators.compare import Bounded
 class RunnerStep:
     """What a graph of one batch size records, with inputs that the hooks prepare.
 
-    See `cuverify.cases.BoundStep`. Its batches are full ones: padding is `play`'s matter.
+    See `cuverify.validators.protocol.ReplayableStep`. Its batches are full ones: padding is
+    `play`'s matter.
 
     Parameters
     ----------
@@ -54,36 +55,3 @@ class RunnerStep:
     def expected(self) -> dict[str, Bounded]:
         """Return what the float64 oracle makes of the present batch."""
         return {"out": self._rig.expected(self._play)}
-
-
-class RunnerCase:
-    """A backend under one family of hooks, as `cuverify.validators.validate` takes a case.
-
-    Parameters
-    ----------
-    make, family, shape
-        See `Rig`.
-    bs : int, optional
-        The batch size; the largest captured one if absent.
-    """
-
-    only_recorded = False
-
-    def __init__(
-        self, make: MakeRunner, family: Family, shape: Shape, bs: int | None = None
-    ) -> None:
-        self._make, self._family, self._shape = make, family, shape
-        self._bs = shape.max_bs if bs is None else bs
-        self.name = f"{getattr(make, '__name__', 'backend')}, {family} hooks, {self._bs} requests"
-
-    def device_batches(
-        self, *, seed: int = 0, examples: int | None = None
-    ) -> Iterator[tuple[str, Play]]:
-        """Yield full batches of the size, the third with prefixes at the maximum."""
-        for number in range(examples or 3):
-            play = Play(self._bs, self._bs, seed + number, "maximum" if number == 2 else "mixed")
-            yield play.label, play
-
-    def step(self, play: Play, xp: str) -> RunnerStep:
-        """Return a step on the current CUDA device."""
-        return RunnerStep(self._make, self._family, self._shape, play)
