@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cuverify.validators.intercept import operations
+
 from cuverify.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -73,8 +75,21 @@ class HostGraph:
         """
         from cuverify.launches import record_launches
 
-        with record_launches() as launches, _recorder(self, launches):
-            yield
+        with record_launches() as launches:
+
+            def take(operation: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+                reason = refused_in_capture(operation, args, kwargs)
+                if reason is not None:
+                    raise DeviceError(
+                        f"operation not permitted when stream is capturing: {operation}: {reason}"
+                    )
+                self._take(launches)
+                result = operation(*args, **kwargs)
+                self._add(operation, args, kwargs, result)
+                return result
+
+            with operations(take):
+                yield
             self._take(launches)
 
     def replay(self) -> None:
@@ -92,18 +107,8 @@ class HostGraph:
         for record in launches:
             if record.again is None:
                 raise DeviceError(f"{record.kernel} ran on {record.device}, not on the host lane")
-            pointers, numbers = [], []
-            tensors = {int(owner_address(owner)) for owner in record.owners}
-            for name, value in record.arguments.items():
-                (pointers if value in tensors else numbers).append((name, value))
-            self.calls.append(
-                Call(
-                    record.kernel,
-                    tuple(record.grid),
-                    tuple(numbers),
-                    tuple(int(value or 0) for _, value in pointers),
-                )
-            )
+            numbers, pointers = numbers_and_pointers(record)
+            self.calls.append(Call(record.kernel, tuple(record.grid), numbers, pointers))
             # the record keeps the tensors alive
             self._again.append(record.again)
         launches.clear()
@@ -148,8 +153,19 @@ class HostGraph:
             self._again.append(again)
 
 
-def owner_address(owner: Any) -> int:
-    """Return the address of a tensor's first element."""
+def numbers_and_pointers(
+    record: LaunchRecord,
+) -> tuple[tuple[tuple[str, Any], ...], tuple[int, ...]]:
+    """Return the arguments of a launch: (name, value) of its numbers, and its addresses."""
+    addresses = {_address(owner) for owner in record.owners}
+    numbers = tuple(
+        (name, value) for name, value in record.arguments.items() if value not in addresses
+    )
+    pointers = tuple(int(v) for v in record.arguments.values() if v is not None and v in addresses)
+    return numbers, pointers
+
+
+def _address(owner: Any) -> int:
     if hasattr(owner, "data_ptr"):
         return int(owner.data_ptr())
     return int(owner.__array_interface__["data"][0])
@@ -184,28 +200,6 @@ def refused_in_capture(
     if torch.Tag.dynamic_output_shape in operation.tags:
         return "the shape of its result depends on values on the device"
     return None
-
-
-@contextlib.contextmanager
-def _recorder(graph: HostGraph, launches: list[LaunchRecord]) -> Iterator[None]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            reason = refused_in_capture(func, args, kwargs or {})
-            if reason is not None:
-                raise DeviceError(
-                    f"operation not permitted when stream is capturing: {func}: {reason}"
-                )
-            graph._take(launches)
-            result = func(*args, **(kwargs or {}))
-            graph._add(func, args, kwargs or {}, result)
-            return result
-
-    with Recorder():
-        yield
 
 
 def _writes(operation: Any) -> bool:

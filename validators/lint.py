@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cuverify.validators.callable_case import CallableCase
-from cuverify.validators.host_graph import refused_in_capture
+from cuverify.validators.host_graph import numbers_and_pointers, refused_in_capture
+from cuverify.validators.intercept import calls, operations
 from cuverify.validators.places import place_in, place_of
 
 from cuverify.launches import LaunchRecord, record_launches
@@ -364,24 +365,8 @@ def _watch(
     launches: list[LaunchRecord],
     kept: list[tuple[weakref.ref[Any], str | None, str]],
 ) -> Iterator[None]:
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     watcher = _Watcher(seen, launches, kept)
-
-    class Calls(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return watcher.call(func, args, kwargs or {})
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return watcher.operation(func, args, kwargs or {})
-
-    with _patched(watcher), Operations(), Calls():
+    with _patched(watcher), operations(watcher.operation), calls(watcher.call):
         yield
         watcher.take_launches()
 
@@ -568,11 +553,8 @@ class _Watcher:
     def take_launches(self) -> None:
         """Note the launches since the last operation."""
         for record in self.launches:
-            addresses = {owner.data_ptr() for owner in record.owners if _is_tensor(owner)}
-            numbers = [(n, v) for n, v in record.arguments.items() if v not in addresses]
-            self.seen.operations.append(
-                Operation(record.kernel, tuple(record.grid), tuple(numbers), None)
-            )
+            numbers, _ = numbers_and_pointers(record)
+            self.seen.operations.append(Operation(record.kernel, tuple(record.grid), numbers, None))
         self.launches.clear()
 
 

@@ -234,12 +234,10 @@ def _validated(make: Any, family: Family, shape: Shape, seed: int) -> Report:
         reason = f"{type(error).__name__}: {error}"
         report.coverage.append(Coverage(f"{name}: capture", "not inspected", reason))
         return report
-    report.findings = [
-        replace(
-            found, message=f"{name}: {found.message}", evidence={"hooks": family} | found.evidence
-        )
-        for found in result.findings
-    ]
+    for found in result.findings:
+        evidence = {"backend": make.__name__, "hooks": family, **found.evidence}
+        message = f"{name}: {found.message}"
+        report.findings.append(replace(found, message=message, evidence=evidence))
     report.coverage = [
         Coverage(f"{name}: {line.subject}", line.status, line.detail) for line in result.coverage
     ]

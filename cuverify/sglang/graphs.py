@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -90,7 +91,7 @@ class CudaGraphs:
 
         self._torch: Any = torch
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = self._torch.cuda.Stream()
 
     def capture(
         self,
@@ -166,13 +167,11 @@ def frozen_between(captured: int, one: Sequence[Call], other: Sequence[Call]) ->
         One for each kernel and kind of difference.
     """
     if [call.name for call in one] != [call.name for call in other]:
-        names = sorted({call.name for call in (*one, *other)})
-        counts = [
-            (name, *(sum(call.name == name for call in calls) for calls in (one, other)))
-            for name in names
-        ]
+        counts = Counter(call.name for call in one), Counter(call.name for call in other)
         return [
-            FrozenSeen(captured, name, "calls", (str(a), str(b))) for name, a, b in counts if a != b
+            FrozenSeen(captured, name, "calls", (str(counts[0][name]), str(counts[1][name])))
+            for name in sorted({*counts[0], *counts[1]})
+            if counts[0][name] != counts[1][name]
         ] or [FrozenSeen(captured, "the step", "calls", ("one order", "another order"))]
     found: dict[tuple[str, str], FrozenSeen] = {}
     for a, b in zip(one, other, strict=True):

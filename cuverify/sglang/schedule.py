@@ -313,7 +313,8 @@ def padding_rows(play: Play, rows: int, columns: int) -> NDArray[np.uint16]:
         return np.full((rows, columns), _NAN)
     rng = np.random.default_rng([play.seed, play.padding_seed, 2])
     values = rng.standard_normal((rows, columns), np.float32) * np.float32(8.0)
-    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    bits = values.view(np.uint32) >> np.uint32(16)
+    return np.asarray(bits, np.uint16)
 
 
 def _lengths(requests: int, most: int, rng: np.random.Generator) -> NDArray[np.int64]:
