@@ -312,7 +312,7 @@ FAULTS: list[tuple[str, Callable[[CaptureSeen], Any], list[str]]] = [
     (
         "outputs that were right before each replay",
         lambda seen: vars(seen).update(replays=[wrote(must_change=0), wrote(must_change=0)]),
-        ["CV901"],
+        ["CV906"],
     ),
     (
         "inputs that move nothing, among others",
@@ -653,7 +653,7 @@ class Gpu:
                 kernel=kernel,
                 stream=stream,
                 grid=(1, 1, 1),
-                block=(1, 1, 1),
+                block=(64, 1, 1),
                 shared=0,
                 lane="device",
                 arguments={},
@@ -686,6 +686,9 @@ class Gpu:
 
     def Blocking(self) -> Stream:  # noqa: N802
         return Stream(self, next(self.handles), blocking=True)
+
+    def current_device(self) -> int:
+        return 0
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return (0, 7)
@@ -863,7 +866,7 @@ def on_made_up_gpu(
         (KeepsState, {"CV601"}),
         (ReadsBack, {"CV201"}),
         (LosesContext, {"CV903"}),
-        (NoPoison, {"CV901"}),
+        (NoPoison, {"CV906"}),
         (BrokenOracle, {"CV901"}),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuverify.validators.observations import CaptureSeen
+from cuverify.validators.observations import CaptureSeen, is_main
 
 from cuverify.report import Coverage
 
@@ -22,7 +22,7 @@ def coverage(seen: CaptureSeen) -> list[Coverage]:
     """
     reference = "compared with the reference" if seen.has_reference else "taken as the reference"
     lines = [_stage_coverage(seen, "eager", "eager run", reference)]
-    launches = sum(call.kind == "launch" and call.phase == "capture" for call in seen.calls)
+    launches = sum(call.kind == "launch" and call.phase == seen.replayed for call in seen.calls)
     recorded = f"{len(seen.launches) or launches} launches recorded"
     lines.append(_stage_coverage(seen, "capture", "capture", recorded))
     if "capture" in seen.stages:
@@ -40,7 +40,7 @@ def coverage(seen: CaptureSeen) -> list[Coverage]:
     if seen.calls:
         detail = f"{len(seen.calls)} seen by {seen.observer.partition(':')[0]}"
         lines.append(Coverage("CUDA calls of the step", "inspected", detail))
-    others = [each for each in seen.attempts if each.name not in ("capture", "retry")]
+    others = [each for each in seen.attempts if not is_main(each.name)]
     if others:
         told = ", ".join(f"{each.name} {'failed' if each.fault else 'ok'}" for each in others)
         lines.append(Coverage("other captures", "inspected", told))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from cuverify.validators.compare import Mismatch
-from cuverify.validators.observations import CaptureSeen, OutputSeen
+from cuverify.validators.judging import (
+    SMALL,
+    disturbed,
+    drift_evidence,
+    launches_of,
+    noisy,
+    where_launched,
+)
+from cuverify.validators.observations import CaptureSeen, DriftSeen, OutputSeen
 from cuverify.validators.rule import Rule, Verdict
 
 
@@ -87,6 +96,158 @@ def _evidence(mismatch: Mismatch, number: int, label: str) -> dict[str, Any]:
     return {"replay": number, "inputs": label, **mismatch.evidence()}
 
 
+def _not_idempotent(seen: CaptureSeen) -> Iterator[Verdict]:
+    told = set()
+    for trial in seen.trials:
+        if trial.name not in ("again", "idempotent", "eager again", "after eager"):
+            continue
+        for drift in trial.drifts:
+            output = drift.mismatch.output
+            if output in told or not _large(seen, drift):
+                continue
+            if trial.name == "after eager" and noisy(seen):
+                continue
+            told.add(output)
+            runs = "eager runs" if trial.name == "eager again" else "replays"
+            yield Verdict(
+                f"two {runs} on the same inputs give two results: {drift.mismatch}",
+                evidence=drift_evidence(drift, found_by=trial.name),
+            )
+
+
+def _large(seen: CaptureSeen, drift: DriftSeen) -> bool:
+    """Tell whether a difference is more than rounding in another order."""
+    if drift.right is not None:
+        return not drift.right
+    return seen.deterministic and (drift.relative is None or drift.relative > SMALL)
+
+
+def _uninitialised(seen: CaptureSeen) -> Iterator[Verdict]:
+    for trial, drift in disturbed(seen, "scratch"):
+        yield Verdict(
+            f"the replay depends on what scratch `{trial.subject}` held before: {drift.mismatch}",
+            evidence=drift_evidence(drift, poisoned=trial.subject),
+        )
+    free = seen.trial("free memory")
+    for drift in free.drifts if free is not None else ():
+        yield Verdict(
+            "the step reads memory that it allocated and never wrote: with poison in free memory "
+            f"{drift.mismatch}",
+            evidence=drift_evidence(drift, found_by="an eager run in poisoned free memory"),
+        )
+
+
+def _nondeterministic(seen: CaptureSeen) -> Iterator[Verdict]:
+    if not seen.deterministic:
+        return
+    told = set()
+    for trial in seen.trials:
+        if trial.name not in ("again", "eager again", "idempotent"):
+            continue
+        for drift in trial.drifts:
+            output = drift.mismatch.output
+            if output not in told and not _large(seen, drift):
+                told.add(output)
+                yield Verdict(
+                    f"equal runs give other bits: {drift.mismatch}",
+                    evidence=drift_evidence(drift, found_by=trial.name),
+                )
+
+
+def _launch_changed(seen: CaptureSeen) -> Iterator[Verdict]:
+    """Yield nodes whose launch is not the one that was asked for."""
+    if seen.graph.not_inspected is not None or seen.graph.unseen_bodies:
+        return
+    asked: dict[str, list[Any]] = {}
+    for launch in launches_of(seen):
+        asked.setdefault(launch.kernel, []).append(launch)
+    for kernel, launches in asked.items():
+        nodes = [node for node in seen.graph.nodes if node.kernel == kernel]
+        if len(nodes) != len(launches):
+            continue
+        for number, (launch, node) in enumerate(zip(launches, nodes, strict=True)):
+            for what in ("grid", "block", "shared"):
+                before, after = getattr(launch, what), getattr(node, what)
+                if before and _three(before) != _three(after):
+                    yield Verdict(
+                        f"`{kernel}` was launched with {what} {before} and the graph has {after}",
+                        where=launch.where or where_launched(seen, kernel, number),
+                        evidence={"kernel": kernel, "asked": before, "graph": after},
+                    )
+    for wide in seen.wide_arguments:
+        yield Verdict(
+            f"argument {wide.index} of `{wide.kernel}` has {wide.size} bytes and was given as a "
+            f"Python float of 8: the kernel reads {wide.reads:g} instead of {wide.given:g}",
+            where=wide.where,
+            evidence={
+                "kernel": wide.kernel,
+                "argument": wide.index,
+                "given": wide.given,
+                "kernel_reads": wide.reads,
+            },
+            fix="Pass numpy.float32(x) for a `float` parameter.",
+        )
+
+
+def _three(value: Any) -> tuple[int, ...]:
+    """Return a grid as three numbers, and a number as one."""
+    if isinstance(value, int):
+        return (value,)
+    return (*value, *(1 for _ in range(3 - len(value))))
+
+
+def _programmatic(seen: CaptureSeen) -> Iterator[Verdict]:
+    for first, second, kind in seen.graph.edges:
+        if kind != "programmatic":
+            continue
+        one, other = (
+            seen.graph.nodes[number].title if 0 <= number < len(seen.graph.nodes) else "?"
+            for number in (first, second)
+        )
+        yield Verdict(
+            f"`{other}` may start before `{one}` has ended (a programmatic edge); whether it waits "
+            "is not to be seen from outside",
+            where=where_launched(seen, other),
+            evidence={"before": one, "after": other},
+        )
+
+
+def _differs_from_eager(seen: CaptureSeen) -> Iterator[Verdict]:
+    if noisy(seen):
+        return
+    trial = seen.trial("against eager")
+    for drift in trial.drifts if trial is not None else ():
+        if drift.right is not False:
+            yield Verdict(
+                f"the replay gives other bits than the eager run: {drift.mismatch}",
+                evidence=drift_evidence(drift),
+            )
+
+
+def _memory_grows(seen: CaptureSeen) -> Iterator[Verdict]:
+    for memory in seen.memory:
+        if memory.what != "replays":
+            continue
+        for what in ("allocated", "reserved", "device"):
+            values = getattr(memory, what)
+            steps = [after - before for before, after in pairwise(values)]
+            if len(steps) > 1 and all(step > 0 for step in steps):
+                yield Verdict(
+                    f"{what} memory grows with each round of {memory.times} replays: "
+                    f"{', '.join(map(str, values))} bytes",
+                    evidence={"bytes": list(values), "replays_a_round": memory.times},
+                )
+                break
+
+
+def _other_stream(seen: CaptureSeen) -> Iterator[Verdict]:
+    for _, drift in disturbed(seen, "stream"):
+        yield Verdict(
+            f"replayed on another stream the result differs: {drift.mismatch}",
+            evidence=drift_evidence(drift),
+        )
+
+
 _FIX_EAGER = "The eager run is wrong too: look at the kernel first, the capture comes second."
 
 RULES = (
@@ -117,5 +278,73 @@ RULES = (
         "Run the same inputs on the host lane under cuverify.checked(): it names the line of an "
         "out-of-bounds access, an uninitialised read or a race.",
         _eager_differs,
+    ),
+    Rule(
+        "CV604",
+        "a run depends on the one before",
+        "A counter, a semaphore or an accumulator must be zero on entry, and the step does not "
+        "reset it. The first run is right; the second doubles, or hangs.",
+        "Reset the state at the start of the step, inside the graph, or at the end of the kernel "
+        "that used it.",
+        _not_idempotent,
+    ),
+    Rule(
+        "CV605",
+        "a result depends on memory that was never written",
+        "torch.empty holds zeros while memory is fresh, and old data later. An accumulator that is "
+        "added to, or a tile that is not covered, works in tests and fails in service.",
+        "Initialise it inside the step (zero_(), or the first block writes instead of adding).",
+        _uninitialised,
+    ),
+    Rule(
+        "CV606",
+        "equal runs give other bits",
+        "Floating-point atomics, or a split whose parts are added in the order of their arrival. "
+        "Greedy decoding then depends on timing, and no bitwise test can be written.",
+        "Add the parts in a fixed order; or declare it: deterministic=False.",
+        _nondeterministic,
+    ),
+    Rule(
+        "CV607",
+        "a launch is not the one that was asked for",
+        "Launch attributes are set on the function, and another launch may change them; an empty "
+        "grid becomes one block; a Python float is 8 bytes where the kernel reads 4.",
+        "Compare grid, shared memory and argument widths with the kernel's signature; cuverify's "
+        "Kernel does so before each launch.",
+        _launch_changed,
+    ),
+    Rule(
+        "CV608",
+        "a kernel may overlap the one before it",
+        "Programmatic dependent launch lets a kernel begin early. Without griddepcontrol.wait it "
+        "reads what its predecessor has not written yet, and only in the graph.",
+        "Wait (cudaGridDependencySynchronize) before the first read of the predecessor's results.",
+        _programmatic,
+        severity="warning",
+    ),
+    Rule(
+        "CV609",
+        "a replay gives other bits than the eager run",
+        "Another algorithm was chosen in the capture: a workspace was missing, a heuristic saw "
+        "another state, a branch was taken.",
+        "Compare the kernel names of the warm-up with those of the graph; or give a tolerance and "
+        "declare deterministic=False.",
+        _differs_from_eager,
+        severity="warning",
+    ),
+    Rule(
+        "CV610",
+        "memory grows with the replays",
+        "Something allocates at every step and keeps it: a list of outputs, an event, a plan.",
+        "Look at what the refill and the code around the replay keep.",
+        _memory_grows,
+    ),
+    Rule(
+        "CV611",
+        "the result depends on the stream of the replay",
+        "A graph may be launched on any stream. One whose result changes takes part in an order "
+        "that only the captured stream had.",
+        "Make every dependence part of the graph: events inside the capture, no work beside it.",
+        _other_stream,
     ),
 )

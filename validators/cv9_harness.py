@@ -19,14 +19,15 @@ def _harness_faults(seen: CaptureSeen) -> Iterator[Verdict]:
                 where=fault.where,
                 evidence={"stage": fault.stage, "error": fault.error, "inputs": fault.label},
             )
+
+
+def _vacuous(seen: CaptureSeen) -> Iterator[Verdict]:
     runs = seen.replays
     if runs and not any(run.must_change for run in runs):
         yield Verdict(
             f"nothing was judged: in all {len(runs)} replays the outputs held the right answer "
             "before the replay",
             evidence={"replays": len(runs), "inputs": [run.label for run in runs]},
-            fix="Poison the outputs in poison(), or restore the inputs in refill() where the step "
-            "updates in place.",
         )
 
 
@@ -84,8 +85,8 @@ RULES = (
     Rule(
         "CV901",
         "the harness could not judge",
-        "A pass means nothing when the reference was not compared, the outputs were right before "
-        "the run, or the case's own code failed.",
+        "A pass means nothing when the reference was not compared because the case's own code "
+        "failed.",
         "Mend the case: refill(), poison(), expected() and outputs are its part.",
         _harness_faults,
     ),
@@ -122,5 +123,14 @@ RULES = (
         "library, the system's memory killer, a broken installation.",
         "Read the output of the process in the evidence, and run the case alone.",
         _died,
+    ),
+    Rule(
+        "CV906",
+        "the check could not have failed",
+        "An eager run fills the output, the replay writes nothing, and the comparison passes: a "
+        "test that proves nothing.",
+        "Poison the outputs before the replay that is judged, or restore the inputs in refill() "
+        "where the step updates in place.",
+        _vacuous,
     ),
 )

@@ -225,21 +225,21 @@ class Instruments(NoInstruments):
 
 
 @contextlib.contextmanager
-def no_garbage_collection() -> Iterator[list[int]]:
+def no_garbage_collection() -> Iterator[list[str]]:
     """Collect now and not inside: freeing device memory would invalidate a capture.
 
     Yields
     ------
-    list of int
-        The generation of each collection that happens inside all the same.
+    list of str
+        Where garbage is collected inside all the same.
     """
     gc.collect()
     was_enabled = gc.isenabled()
-    seen: list[int] = []
+    seen: list[str] = []
 
     def collected(moment: str, info: Any) -> None:
         if moment == "start":
-            seen.append(int(info["generation"]))
+            seen.append(place_in(sys._getframe(1)) or "")
 
     gc.callbacks.append(collected)
     gc.disable()

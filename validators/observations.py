@@ -281,7 +281,8 @@ class AttemptSeen:
     name : str
         ``capture`` (the one that is replayed), ``strict`` (on a blocking stream), ``cold`` (on a
         stream without warm-up), ``double`` (other host values), ``fresh 0`` and ``fresh 2`` (a
-        fresh step after that many warm-ups), ``retry`` (in another mode, after a failure).
+        fresh step after that many warm-ups), ``retry thread_local`` and ``retry relaxed`` (in that
+        mode, after a failure).
     mode : str
         ``global``, ``thread_local`` or ``relaxed``.
     stream : int
@@ -477,6 +478,28 @@ class KeptSeen:
 
 
 @dataclass(frozen=True)
+class WideArgumentSeen:
+    """A Python float that was passed for a parameter of 4 bytes.
+
+    Parameters
+    ----------
+    kernel : str
+    index, size : int
+        Of the parameter, and its bytes.
+    given, reads : float
+        What was passed, and what the kernel sees.
+    where : str, optional
+    """
+
+    kernel: str
+    index: int
+    size: int
+    given: float
+    reads: float
+    where: str | None = None
+
+
+@dataclass(frozen=True)
 class MemorySeen:
     """Bytes in use around a number of equal actions.
 
@@ -489,6 +512,8 @@ class MemorySeen:
         round.
     times : int
         Actions a round.
+    private : int
+        Bytes that a failed capture left reserved in a private pool.
     """
 
     what: str
@@ -496,6 +521,7 @@ class MemorySeen:
     reserved: tuple[int, ...] = (0, 0)
     device: tuple[int, ...] = (0, 0)
     times: int = 1
+    private: int = 0
 
 
 @dataclass(frozen=True)
@@ -638,10 +664,11 @@ class CaptureSeen:
     kept : list of KeptSeen
     writes : list of WriteSeen
     memory : list of MemorySeen
+    wide_arguments : tuple of WideArgumentSeen
     armed : tuple of str
         Debugging modes and hooks that were on around the capture.
-    collections : int
-        Garbage collections inside the step.
+    collections : tuple of str
+        Where garbage was collected inside the captured step.
     pool : tuple of int, optional
         Private pool of the replayed graph.
     deterministic, has_reference : bool
@@ -649,6 +676,10 @@ class CaptureSeen:
         What was not inspected, and why.
     streams : mapping of str to int
         Handles of the streams that were current: ``eager``, ``capture``, ...
+    replayed : str
+        Name of the attempt whose graph was replayed.
+    device : int
+        Index of the CUDA device.
     """
 
     capture_stream: int = 0
@@ -675,13 +706,16 @@ class CaptureSeen:
     kept: list[KeptSeen] = field(default_factory=list)
     writes: list[WriteSeen] = field(default_factory=list)
     memory: list[MemorySeen] = field(default_factory=list)
+    wide_arguments: tuple[WideArgumentSeen, ...] = ()
     armed: tuple[str, ...] = ()
-    collections: int = 0
+    collections: tuple[str, ...] = ()
     pool: tuple[int, int] | None = None
     deterministic: bool = True
     has_reference: bool = True
     gaps: list[tuple[str, str]] = field(default_factory=list)
     streams: Mapping[str, int] = field(default_factory=dict)
+    replayed: str = "capture"
+    device: int = 0
 
     def attempt(self, name: str) -> AttemptSeen | None:
         """Return the capture of that name, if there was one."""
@@ -702,6 +736,11 @@ class CaptureSeen:
             "replays": len(self.replays),
             "skipped_inputs": len(self.skipped),
         }
+
+
+def is_main(name: str) -> bool:
+    """Tell whether an attempt or a phase is one whose graph may be replayed."""
+    return name == "capture" or name.startswith("retry")
 
 
 def stream_name(handle: int) -> str:

@@ -33,6 +33,7 @@ from cuverify.validators.observations import (
     RunSeen,
     TensorSeen,
     TrialSeen,
+    is_main,
 )
 from cuverify.validators.places import place_of
 from cuverify.validators.reach import tensors_reached
@@ -126,6 +127,7 @@ class CaptureProtocol:
         cuda = _torch().cuda
         self._eager_stream = cuda.Stream()
         seen.deterministic = bool(self.asked("deterministic", True))
+        seen.device = int(cuda.current_device())
         seen.has_reference = bool(self.asked("has_reference", True))
 
     def asked(self, name: str, default: Any) -> Any:
@@ -194,8 +196,7 @@ class CaptureProtocol:
         self.refill(label, batch)
         reference = self.reference(label)
         before = self.prepared(label)
-        with self.tools.phase("first"):
-            self.eager_step(label)
+        self.eager_step(label, "first")
         self.eager_outputs = kept(self.step.outputs)
         if reference is not None:
             self.seen.eager = self.judged(label, before, reference)
@@ -204,8 +205,7 @@ class CaptureProtocol:
     def _eager_again(self, label: str, batch: Any) -> None:
         self.refill(label, batch)
         self.prepared(label)
-        with self.tools.phase("eager"):
-            self.eager_step(label)
+        self.eager_step(label, "eager")
         self.compare("eager again", self.eager_outputs)
 
     def refill(self, label: str, batch: Any, *, may_refuse: bool = False) -> None:
@@ -244,12 +244,15 @@ class CaptureProtocol:
             return None
         return self.eager_reference(label, batch)
 
-    def eager_step(self, label: str) -> None:
-        """Run the step on the stream that is never captured."""
+    def eager_step(self, label: str, phase: str = "") -> None:
+        """Run the step on the stream that is never captured, observed in a phase."""
         cuda = _torch().cuda
         with self.stage("step", label):
             self._eager_stream.wait_stream(cuda.current_stream())
-            with cuda.stream(self._eager_stream):
+            with (
+                cuda.stream(self._eager_stream),
+                self.tools.phase(phase) if phase else contextlib.nullcontext(),
+            ):
                 self.step()
             _synchronize()
 
@@ -331,13 +334,14 @@ class CaptureProtocol:
             if attempt.fault.context_lost:
                 raise StopError
             for mode in _RETRIES:
-                graph, attempt = self._attempt("retry", stream, mode, first)
+                graph, attempt = self._attempt(f"retry {mode}", stream, mode, first)
                 if graph is not None or self.lost:
                     break
         if graph is None:
             self.gap("replays", "no capture succeeded, in any mode")
             return
-        if attempt.name == "retry":
+        self.seen.replayed = attempt.name
+        if attempt.name != "capture":
             self.gap("capture in global mode", f"it failed; what follows is of {attempt.mode} mode")
         self.graph = graph
         self.seen.graph, self.seen.launches = attempt.graph, attempt.launches
@@ -427,7 +431,7 @@ class CaptureProtocol:
         records: list[LaunchRecord] = []
         hits: list[PoolHitSeen] = []
         self._step_error = None
-        main = name in ("capture", "retry")
+        main = is_main(name)
         with no_garbage_collection() as collections, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -448,7 +452,7 @@ class CaptureProtocol:
                     # the end says what the driver thinks, the step's own error where
                     fault = _with_second(fault, error)
             if main:
-                self.seen.collections += len(collections)
+                self.seen.collections += tuple(collections)
                 self.seen.warnings = tuple(str(warning.message) for warning in caught)
                 self.seen.pool_hits = tuple(hits)
         launches = tuple(_launch_seen(record) for record in records if record.lane == "device")
@@ -502,7 +506,9 @@ class CaptureProtocol:
         after = self.tools.memory()
         if after is not None:
             allocated, reserved, used = zip(before, after, strict=True)
-            self.seen.memory.append(MemorySeen("failed capture", allocated, reserved, used, left))
+            self.seen.memory.append(
+                MemorySeen("failed capture", allocated, reserved, used, private=left)
+            )
 
     def _capturing(self, records: Iterable[LaunchRecord]) -> frozenset[int]:
         """Return which of the launches' streams take part in the capture that runs now."""
@@ -511,7 +517,7 @@ class CaptureProtocol:
         streams |= {
             call.stream
             for call in self.tools.calls
-            if call.phase in ("capture", "retry") and call.kind == "launch" and call.stream
+            if is_main(call.phase) and call.kind == "launch" and call.stream
         }
         found = set()
         for handle in streams - LEGACY_STREAMS:

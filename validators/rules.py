@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuverify.validators import cv1_work, cv2_calls, cv6_replay, cv9_harness
+from cuverify.validators import (
+    cv1_work,
+    cv2_calls,
+    cv3_frozen,
+    cv4_lifetime,
+    cv5_padding,
+    cv6_replay,
+    cv9_harness,
+)
 from cuverify.validators.observations import CaptureSeen
 from cuverify.validators.rule import Rule
 
@@ -13,6 +21,9 @@ from cuverify.report import Finding
 RULES: tuple[Rule, ...] = (
     *cv1_work.RULES,
     *cv2_calls.RULES,
+    *cv3_frozen.RULES,
+    *cv4_lifetime.RULES,
+    *cv5_padding.RULES,
     *cv6_replay.RULES,
     *cv9_harness.RULES,
 )
