@@ -16,6 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cuverify
 from cuverify.cli import main
 from cuverify.report import Report
+from cuverify.sglang.backend import VerifyBackend
+from cuverify.sglang.contract import FAMILIES
+from cuverify.sglang.rig import Rig
+from cuverify.sglang.schedule import Play, Shape
 
 
 class Tensors(SimpleNamespace):
@@ -270,6 +274,21 @@ def test_validation_without_a_gpu_is_a_lint_and_says_so() -> None:
     assert [f.rule for f in report.findings] == ["CV202"]
     line = next(line for line in report.coverage if line.subject == "capture")
     assert (line.status, line.detail) == ("not inspected", "no CUDA device")
+
+
+def test_our_backend_of_sglang_is_clean() -> None:
+    shape = Shape((2,), draft_tokens=3, max_context_len=20, latent=64, rope=16)
+    for family in FAMILIES:
+        rig = Rig(VerifyBackend, family, "cpu", shape)
+        rig.prepare_capture(2)
+        case = CallableCase(
+            rig.step, {"q": rig.q}, {"out": rig.out},
+            refill=lambda seed, rig=rig: rig.prepare_replay(Play(2, 2, seed)),
+        )  # fmt: skip
+        report = lint(case)
+        assert report.findings == [], report.to_text()
+        compared = [line for line in report.coverage if line.subject == "frozen numbers"]
+        assert compared[0].status == "inspected"
 
 
 def a_faulty_case() -> CallableCase:

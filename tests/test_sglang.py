@@ -394,6 +394,34 @@ def test_the_rig_gives_eager_runs_exact_tensors_and_graphs_static_ones() -> None
     assert graph.seq_lens_sum == eager.seq_lens_sum + 2
 
 
+def test_the_lists_of_0_5_12_have_the_drafts_appended() -> None:
+    batches = []
+
+    class Lists(VerifyBackend):
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            batches.append(forward_batch)
+            return super().forward_extend(q, k, v, layer, forward_batch)
+
+    rig = Rig(Lists, "split", "cpu", SMALL)
+    rig.backend.verify_mask = None
+    play, n = Play(4, 2, 0), SMALL.draft_tokens
+    rig.prepare_replay(play)
+    rig.step()
+    batch, given = batches[0], rig.given(play)
+    slots, bounds, qo_indptr, mask = batch.spec_info.generate_attn_arg_prefill(
+        batch.req_pool_indices, batch.seq_lens, batch.seq_lens_sum, rig.req_to_token
+    )
+    lens = [*given.fields["seq_lens"], 1, 1]
+    rows = [*given.fields["req_pool_indices"], 0, 0]
+    right = [given.req_to_token[row, : length + n] for row, length in zip(rows, lens, strict=True)]
+    assert slots.tolist() == np.concatenate(right).tolist()
+    assert bounds.tolist() == [0, *np.cumsum(np.array(lens) + n)]
+    assert qo_indptr.tolist() == [0, n, 2 * n, 3 * n, 4 * n]
+    assert {t.dtype for t in (slots, bounds, qo_indptr)} == {torch.int32}
+    full = given.full_mask()
+    assert mask.tolist() == [*full.tolist(), *[True] * (2 * n * (1 + n))]
+
+
 @examples(3)
 @given(seed=st.integers(0, 10_000))
 def test_ours_keeps_the_contract_for_drawn_batches(seed: int) -> None:

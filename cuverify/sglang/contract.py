@@ -162,6 +162,50 @@ class VerifyInput:
     seq_lens_sum: int
     seq_lens_cpu: torch.Tensor
 
+    def generate_attn_arg_prefill(
+        self,
+        req_pool_indices: torch.Tensor,
+        paged_kernel_lens: torch.Tensor,
+        paged_kernel_lens_sum: int,
+        req_to_token: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return index lists with the drafts appended, as 0.5.12 makes them: new at every call.
+
+        Parameters
+        ----------
+        req_pool_indices, paged_kernel_lens : tensor of int64, shape (B,)
+            Rows, and lengths without the drafts.
+        paged_kernel_lens_sum : int
+            Of the lengths.
+        req_to_token : tensor of int32, shape (rows, width)
+
+        Returns
+        -------
+        kv_indices : tensor of int32, shape (paged_kernel_lens_sum + B n,)
+            Slots of each prefix and its drafts.
+        cum_kv_seq_len : tensor of int32, shape (B + 1,)
+            Their bounds.
+        qo_indptr : tensor of int32, shape (B + 1,)
+        custom_mask : tensor
+            `custom_mask`; where it is too short for all requests, a longer one with True behind.
+        """
+        import torch
+
+        n, bs, device = self.draft_token_num, len(paged_kernel_lens), paged_kernel_lens.device
+        lengths = paged_kernel_lens + n
+        total = paged_kernel_lens_sum + n * bs
+        bounds = torch.zeros(bs + 1, dtype=torch.int64, device=device)
+        bounds[1:] = lengths.cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(bs, device=device), lengths, output_size=total)
+        position = torch.arange(total, device=device) - bounds[owner]
+        slots = req_to_token[req_pool_indices[owner], position].to(torch.int32)
+        qo_indptr = torch.arange(0, (bs + 1) * n, n, dtype=torch.int32, device=device)
+        mask, wanted = self.custom_mask, n * paged_kernel_lens_sum + n * n * bs
+        if mask.numel() < wanted:
+            more = torch.ones(wanted - mask.numel(), dtype=mask.dtype, device=device)
+            mask = torch.cat([mask, more])
+        return slots, bounds.to(torch.int32), qo_indptr, mask
+
 
 @dataclass(eq=False)
 class ForwardBatch:

@@ -339,6 +339,7 @@ def _table(
     table = rng.integers(-1, 2**31, (rows, columns)).astype(np.int32)
     table[: given.shape[0], : given.shape[1]] = given
     others = np.setdiff1d(np.arange(rows), layout.req_pool_indices)
-    table[others, :fill] = rng.integers(0, shape.num_slots, (len(others), fill))
-    table[0, : max(fill, 1)] = 0
+    reach = fill + shape.draft_tokens
+    table[others, :reach] = rng.integers(0, shape.num_slots, (len(others), reach))
+    table[0, :reach] = 0
     return table
