@@ -140,8 +140,13 @@ def note(launch: Launch, lane: str, stream: int, again: Callable[[], None] | Non
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[LaunchRecord]]:
+def record_launches(into: list[LaunchRecord] | None = None) -> Iterator[list[LaunchRecord]]:
     """Record every launch of every thread while the context is open.
+
+    Parameters
+    ----------
+    into : list, optional
+        What to append to, by its own `append`, in the thread that launches; a new list if absent.
 
     Yields
     ------
@@ -155,7 +160,7 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
     >>> [record.kernel for record in records]         # doctest: +SKIP
     ['relocate_check', 'relocate_rows']
     """
-    records: list[LaunchRecord] = []
+    records: list[LaunchRecord] = [] if into is None else into
     with _lock:
         _recorders.append(records)
     try:

@@ -163,6 +163,7 @@ def test_a_frozen_number_of_a_launch_is_told() -> None:
     )  # fmt: skip
     report = lint(case)
     assert [(f.rule, f.evidence["call"]) for f in report.findings] == [("CV301", "set")]
+    assert "test_lint.py:" in str(report.findings[0].where)
 
 
 def test_without_another_run_the_frozen_numbers_are_not_inspected() -> None:

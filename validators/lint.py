@@ -74,7 +74,6 @@ _FIX_COPY = (
     "Make the tensor once before the capture and write into it by copy_ from pinned memory outside "
     "of the step."
 )
-_STAND_IN = 1  # for a value that a fake tensor does not have
 
 _COVERAGE = (
     "a lint: torch operations and cuverify launches of one run on this machine's CPU; "
@@ -193,9 +192,7 @@ def lint(case: CallableCase) -> Report:
 
 
 def _no_capture() -> str:
-    import torch
-
-    return "a lint captures nothing" if torch.cuda.is_available() else "no CUDA device"
+    return "a lint captures nothing" if _has_gpu() else "no CUDA device"
 
 
 def _seeded(case: CallableCase, seed: int) -> LintSeen:
@@ -213,16 +210,16 @@ def _observe(case: CallableCase) -> LintSeen:
         if _is_tensor(t)
     ]  # fmt: skip
     seen = LintSeen(on_device=any(t.device.type == "cuda" for t in tensors))
-    kept: list[tuple[weakref.ref[Any], str | None, str]] = []
-    with record_launches() as launches, _watch(seen, launches, kept):
+    watcher = _Watcher(seen)
+    with _watch(watcher):
         try:
             case.step()
         except Exception as error:
             seen.error = error
             return seen  # its traceback holds what the step had
-    if any(reference() is not None for reference, _, _ in kept):
+    if any(reference() is not None for reference, _, _ in watcher.fresh):
         gc.collect()
-    for reference, where, name in kept:
+    for reference, where, name in watcher.fresh:
         if reference() is not None:
             seen.add(
                 "kept",
@@ -360,72 +357,103 @@ def _on_fakes(case: CallableCase, report: Report) -> dict[tuple[Any, ...], Findi
 
 
 @contextlib.contextmanager
-def _watch(
-    seen: LintSeen,
-    launches: list[LaunchRecord],
-    kept: list[tuple[weakref.ref[Any], str | None, str]],
-) -> Iterator[None]:
-    watcher = _Watcher(seen, launches, kept)
-    with _patched(watcher), operations(watcher.operation), calls(watcher.call):
+def _watch(watcher: _Watcher) -> Iterator[None]:
+    with (
+        _patched(watcher),
+        record_launches(watcher.launches),
+        operations(watcher.operation),
+        calls(watcher.call),
+    ):
         yield
         watcher.take_launches()
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """A function that no mode intercepts, and what to say of its call."""
+
+    owner: Any
+    name: str
+    kind: Kind
+    message: str
+    fix: str
+    answer: Callable[..., Any] | None = None  # in its place; itself if absent
+
+
+def _outsiders() -> tuple[_Outside, ...]:
+    import torch
+
+    return (
+        _Outside(
+            torch.cuda, "synchronize", "read", "torch.cuda.synchronize() waits for the device",
+            _FIX_READ, lambda *device: None,
+        ),
+        _Outside(
+            torch.cuda, "empty_cache", "free",
+            "torch.cuda.empty_cache() gives memory back in the middle of a step",
+            "Call it outside of the step.", lambda: None,
+        ),
+        _Outside(
+            torch.cuda, "is_current_stream_capturing", "branch",
+            "the step asks whether it is captured: its captured form is never warmed",
+            "Do the same with and without a capture.", lambda: False,
+        ),
+        _Outside(
+            torch, "from_numpy", "copy",
+            f"{_FROM_HOST['from_numpy']} is a copy from pageable memory on a GPU", _FIX_COPY,
+        ),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _patched(watcher: _Watcher) -> Iterator[None]:
     """Hear of the calls that no mode intercepts, and put everything back."""
-    import torch
-
-    places: tuple[tuple[Any, str, Kind | None], ...] = (
-        (torch.cuda, "synchronize", "read"),
-        (torch.cuda, "empty_cache", "free"),
-        (torch.cuda, "is_current_stream_capturing", "branch"),
-        (torch, "from_numpy", "copy"),
-    )
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    outsiders = _outsiders()
+    before = [getattr(outside.owner, outside.name) for outside in outsiders]
     try:
-        for owner, name, kind in places:
-            setattr(owner, name, watcher.outside(owner, name, kind))
+        for outside, real in zip(outsiders, before, strict=True):
+            setattr(outside.owner, outside.name, watcher.outside(outside, real))
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for outside, real in zip(outsiders, before, strict=True):
+            setattr(outside.owner, outside.name, real)
+
+
+class _Launches(list[LaunchRecord]):
+    """Launches, each with the line of the step that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str | None] = []
+
+    def append(self, record: LaunchRecord) -> None:
+        super().append(record)
+        self.places.append(place_in(sys._getframe(1)))
+
+    def clear(self) -> None:
+        super().clear()
+        self.places.clear()
 
 
 class _Watcher:
     """Takes every call and operation of a run, and lets it happen."""
 
-    def __init__(
-        self,
-        seen: LintSeen,
-        launches: list[LaunchRecord],
-        kept: list[tuple[weakref.ref[Any], str | None, str]],
-    ) -> None:
-        self.seen, self.launches, self.kept = seen, launches, kept
+    def __init__(self, seen: LintSeen) -> None:
+        self.seen = seen
+        self.launches = _Launches()
+        # what the run allocated: its operation, and the line
+        self.fresh: list[tuple[weakref.ref[Any], str | None, str]] = []
         self.reported = False  # the present call has its finding
-        self.api: str | None = None
+        self.api: str | None = None  # the outermost call
 
-    def outside(self, owner: Any, name: str, kind: Kind | None) -> Callable[..., Any]:
-        real = getattr(owner, name)
+    def outside(self, outside: _Outside, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in for a function that no mode intercepts."""
+        answer = real if outside.answer is None else outside.answer
 
         def called(*args: Any, **kwargs: Any) -> Any:
             where = place_in(sys._getframe(1))
-            if kind == "read":
-                message = "torch.cuda.synchronize() waits for the device"
-                self.seen.add("read", name, where, message, _FIX_READ)
-                return None
-            if kind == "free":
-                message = "torch.cuda.empty_cache() gives memory back in the middle of a step"
-                self.seen.add("free", name, where, message, "Call it outside of the step.")
-                return None
-            if kind == "branch":
-                message = "the step asks whether it is captured: its captured form is never warmed"
-                fix = "Do the same with and without a capture."
-                self.seen.add("branch", name, where, message, fix)
-                return False
-            message = f"{_FROM_HOST[name]} is a copy from pageable memory on a GPU"
-            self.seen.add("copy", name, where, message, _FIX_COPY)
-            return real(*args, **kwargs)
+            self.seen.add(outside.kind, outside.name, where, outside.message, outside.fix)
+            return answer(*args, **kwargs)
 
         return called
 
@@ -441,21 +469,18 @@ class _Watcher:
     def _called(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         where = place_in(sys._getframe(2))
         target = _target(name, args, kwargs)
-        if name in _READS:
-            if self._of_device(args[0]):
-                self._read(_READS[name], where)
-        elif target == "cpu":
-            if self._of_device(args[0]):
-                self._read(".to('cpu')", where)
+        if name in _READS or target == "cpu":
+            if self._of_device(_first_tensor(args)):
+                self._read(_READS.get(name, ".to('cpu')"), where)
         elif target == "cuda" and args[0].device.type != "cuda":
-            message = "a copy to the GPU inside of a step, from pageable memory"
-            self.seen.add("copy", "to(device)", where, message, _FIX_COPY)
-            return args[0]
+            self._uploaded(args[0], "to(device)", where)
+            if not _has_gpu():
+                return args[0]
         elif name == "pin_memory" or kwargs.get("pin_memory"):
             message = "pinned memory is allocated inside of a step"
             fix = "Allocate staging buffers before the capture."
             self.seen.add("pinned", "pin_memory", where, message, fix)
-            if name == "pin_memory":
+            if name == "pin_memory" and not _has_gpu():
                 return args[0]
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         elif name in _FROM_HOST and not _is_tensor(args[0] if args else kwargs.get("data")):
@@ -471,6 +496,12 @@ class _Watcher:
             fix = "Call graph.register_generator_state(generator) before the capture, or use the "
             self.seen.add("random", name, where, message, fix + "default generator.")
         return func(*args, **kwargs)
+
+    def _uploaded(self, source: Any, what: str, where: str | None) -> None:
+        if not _is_pinned(source):
+            message = "a copy to the GPU inside of a step, from pageable memory"
+            self.reported = True
+            self.seen.add("copy", what, where, message, _FIX_COPY)
 
     def _of_device(self, tensor: Any) -> bool:
         """Tell whether a tensor is on the device, or stands for one that is."""
@@ -505,9 +536,8 @@ class _Watcher:
         kinds = source.device.type, target.device.type
         if kinds == ("cuda", "cpu"):
             self._read("a copy to the host", where)
-        elif kinds == ("cpu", "cuda") and not source.is_pinned():
-            message = "a copy to the GPU inside of a step, from pageable memory"
-            self.seen.add("copy", "copy", where, message, _FIX_COPY)
+        elif kinds == ("cpu", "cuda"):
+            self._uploaded(source, "copy", where)
 
     def _refused(self, func: Any, reason: str, where: str | None) -> None:
         if self.reported:  # by the call that this is a part of
@@ -548,13 +578,14 @@ class _Watcher:
             size = tensor.numel() * tensor.element_size()
             key = (where, name, tuple(tensor.shape))
             self.seen.allocations.setdefault(key, [0, size])[0] += 1
-            self.kept.append((weakref.ref(tensor), where, name))
+            self.fresh.append((weakref.ref(tensor), where, name))
 
     def take_launches(self) -> None:
         """Note the launches since the last operation."""
-        for record in self.launches:
+        for record, where in zip(self.launches, self.launches.places, strict=True):
             numbers, _ = numbers_and_pointers(record)
-            self.seen.operations.append(Operation(record.kernel, tuple(record.grid), numbers, None))
+            operation = Operation(record.kernel, tuple(record.grid), numbers, where)
+            self.seen.operations.append(operation)
         self.launches.clear()
 
 
@@ -570,7 +601,7 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], *, refused: bool) -> A
         return func(*args, **kwargs)
     except DataDependentOutputException:
         kind = args[0].dtype
-        return True if kind == torch.bool else float(_STAND_IN) if kind.is_floating_point else 1
+        return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
     except DynamicOutputShapeException:
         if not refused or "nonzero" not in str(func):
             raise
@@ -598,6 +629,18 @@ def _is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _is_pinned(tensor: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and bool(tensor.is_pinned())
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _first_tensor(args: Any) -> Any:
