@@ -49,6 +49,10 @@ def keep(t: Tensors) -> None:
     t.y.copy_(t.kept)
 
 
+def keep_a_view(t: Tensors) -> None:
+    t.kept = (t.x * 2)[1:]
+
+
 # name: (faulty step, rule, what its call is named by, clean twin)
 KINDS = {
     "item": (lambda t: t.y.copy_(t.x * t.x.max().item()), "CV202", ".item()",
@@ -109,6 +113,8 @@ KINDS = {
     "capture branch": (lambda t: torch.cuda.is_current_stream_capturing(), "CV107",
                        "is_current_stream_capturing", lambda t: t.y.zero_()),
     "kept": (keep, "CV404", "aten.mul.Tensor", lambda t: t.y.copy_(t.x * 2)),
+    "kept view": (keep_a_view, "CV404", "aten.mul.Tensor",
+                  lambda t: t.y.copy_((t.x * 2)[:1].expand(8))),
     "python's random": (lambda t: t.y.fill_(random.random()), "CV301", "aten.fill_.Scalar",
                         lambda t: t.y.uniform_()),
 }  # fmt: skip

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -217,10 +216,10 @@ def _observe(case: CallableCase) -> LintSeen:
         except Exception as error:
             seen.error = error
             return seen  # its traceback holds what the step had
-    if any(reference() is not None for reference, _, _ in watcher.fresh):
+    if not all(storage.expired() for storage, _, _ in watcher.fresh):
         gc.collect()
-    for reference, where, name in watcher.fresh:
-        if reference() is not None:
+    for storage, where, name in watcher.fresh:
+        if not storage.expired():
             seen.add(
                 "kept",
                 name,
@@ -441,8 +440,8 @@ class _Watcher:
     def __init__(self, seen: LintSeen) -> None:
         self.seen = seen
         self.launches = _Launches()
-        # what the run allocated: its operation, and the line
-        self.fresh: list[tuple[weakref.ref[Any], str | None, str]] = []
+        # what the run allocated: a weak reference, the line, the operation
+        self.fresh: list[tuple[Any, str | None, str]] = []
         self.reported = False  # the present call has its finding
         self.api: str | None = None  # the outermost call
 
@@ -556,6 +555,7 @@ class _Watcher:
     def _note(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, where: str | None
     ) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
         from torch.utils._pytree import tree_flatten
 
         given = tree_flatten((args, dict(kwargs)))[0]
@@ -578,7 +578,7 @@ class _Watcher:
             size = tensor.numel() * tensor.element_size()
             key = (where, name, tuple(tensor.shape))
             self.seen.allocations.setdefault(key, [0, size])[0] += 1
-            self.fresh.append((weakref.ref(tensor), where, name))
+            self.fresh.append((StorageWeakRef(storage), where, name))
 
     def take_launches(self) -> None:
         """Note the launches since the last operation."""
