@@ -78,8 +78,8 @@ def test_padding_of_0_5_12_leaves_rows_positions_and_tokens_stale() -> None:
     assert inputs.view("req_pool_indices", 2).tolist() == [8, 9]
     assert inputs.view("positions", 2).tolist() == [101, 102, 103, 104]
     assert inputs.view("input_ids", 2).tolist() == [100, 101, 102, 103]
-    # behind the graph nothing is touched
-    assert inputs.view("seq_lens", 4).tolist() == [7, 1, 9, 10]
+    # whole buffers are filled, also behind the graph
+    assert inputs.view("seq_lens", 4).tolist() == [7, 1, 1, 1]
 
 
 def test_padding_of_0_5_23_leaves_tokens_stale_only() -> None:
@@ -92,6 +92,10 @@ def test_padding_of_0_5_23_leaves_tokens_stale_only() -> None:
     assert inputs.view("req_pool_indices", 4).tolist() == [8, 9, 0, 0]
     assert inputs.view("positions", 4).tolist() == [101, 102, 103, 104, 0, 0, 0, 0]
     assert inputs.view("input_ids", 4).tolist() == list(range(100, 108))
+    inputs.write(real_part(4, 2), 4)
+    inputs.write(real_part(1, 2), 2)
+    # behind the graph nothing is touched
+    assert inputs.view("seq_lens", 4).tolist() == [7, 3, 9, 10]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,7 +33,7 @@ Device = Literal["auto", "cpu", "cuda"]
 SILENCE_S = 120.0  # a first run compiles
 VALIDATED = 3  # batches that the capture validator sees
 
-HOST_SHAPE = Shape((1, 2, 4, 8), draft_tokens=5, max_context_len=40, latent=64, rope=16)
+HOST_SHAPE = Shape(CAPTURED, draft_tokens=5, max_context_len=40, latent=64, rope=16)
 CHECKED_SHAPE = Shape((1, 2), draft_tokens=5, max_context_len=24, latent=64, rope=16)
 """What the host lane attends to in seconds, without and with the checkers."""
 

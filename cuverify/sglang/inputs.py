@@ -11,6 +11,8 @@ treats the rest by a rule of the buffer's own: it is filled, or it stays as earl
 | out_cache_loc | 0: slot 0 | 0 |
 | req_pool_indices | stale | 0: row 0 |
 | seq_lens, seq_lens_cpu | the backend's fill value | the same |
+
+0.5.12 fills whole buffers, 0.5.23 the part of the graph at hand.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ class GraphInputs:
     ) -> None:
         import torch
 
-        self.rules = RULES[family]
+        self.family, self.rules = family, RULES[family]
         self.max_bs, self.draft_tokens, self.fill_value = max_bs, draft_tokens, fill_value
         self.buffers: dict[str, Any] = {}
         for name in (*PER_TOKEN, *PER_REQUEST):
@@ -133,5 +135,6 @@ class GraphInputs:
                 if stale is not None:
                     part.copy_(torch.from_numpy(np.array(stale[name], np.int64)))
             elif raw_bs != bs:
-                part.fill_(self.fill_value if rule == FILL else int(rule))
+                filled = self.buffers[name] if self.family == "paired" else part
+                filled.fill_(self.fill_value if rule == FILL else int(rule))
             part[: len(values)].copy_(values)
