@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuverify.validators.callable_case import CallableCase
-from cuverify.validators.capture import CaptureResult, capture_and_replay
+from cuverify.validators.capture import CaptureResult, Progress, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
+from cuverify.validators.coverage import coverage
 from cuverify.validators.lint import lint
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
+from cuverify.validators.summary import report_of
 
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.report import Coverage, Report
@@ -140,7 +142,7 @@ def validate(
     examples: int | None = None,
     child: bool = False,
     strict: bool = True,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Capture a case's step, replay it, and say what is wrong.
 
@@ -157,7 +159,7 @@ def validate(
     strict : bool
         Also capture on a blocking stream and on a cold one.
     progress : callable, optional
-        Told the stage that begins.
+        Told each part that begins, and what was seen until then.
 
     Returns
     -------
@@ -186,7 +188,7 @@ def validate(
             strict=strict,
             progress=progress,
         )
-        return _report(case.name, [result])
+        return report_of(case.name, [result])
     results = [
         capture_and_replay(
             step,
@@ -198,7 +200,7 @@ def validate(
         )
         for step, batches in _groups(case, seed, examples)
     ]
-    return _report(case.name, results)
+    return report_of(case.name, results)
 
 
 def _has_gpu() -> bool:
@@ -220,18 +222,6 @@ def _groups(
         step = case.step(left[0][1], "torch-cuda")
         yield step, left
         left = left[1:]
-
-
-def _report(name: str, results: list[CaptureResult]) -> Report:
-    report = Report(f"capture of {name}")
-    seen = set()
-    for result in results:
-        for finding in result.findings:
-            if (finding.rule, finding.message) not in seen:
-                seen.add((finding.rule, finding.message))
-                report.findings.append(finding)
-        report.coverage.extend(line for line in result.coverage if line not in report.coverage)
-    return report
 
 
 class _Listener:
@@ -270,7 +260,14 @@ def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
     """Be the child: make the case, validate it, and send its report."""
     made = load_factory(work["reference"])
     case = made() if callable(made) and not hasattr(made, "device_batches") else made
-    report = validate(case, progress=lambda stage: emit({"kind": "stage", "stage": stage}))
+
+    def begins(part: str, seen: CaptureSeen) -> None:
+        emit({"kind": "stage", "stage": part})
+        # a hang or a crash in this part must not take with it what was seen before
+        partial = CaptureResult(judge(seen), coverage(seen), seen)
+        emit({"kind": "report", "report": report_of(case.name, [partial]).to_json()})
+
+    report = validate(case, progress=begins)
     emit({"kind": "report", "report": report.to_json()})
 
 

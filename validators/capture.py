@@ -26,6 +26,8 @@ from cuverify.report import Coverage, Finding
 if TYPE_CHECKING:
     from cuverify.validators.rule import Rule
 
+Progress = Callable[[str, CaptureSeen], None]
+
 
 @dataclass(frozen=True)
 class CaptureResult:
@@ -61,7 +63,7 @@ def capture_and_replay(
     warmups: int = 2,
     rules: Sequence[Rule] = RULES,
     strict: bool = True,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     instruments: NoInstruments | None = None,
 ) -> CaptureResult:
     """Run a step eagerly, capture it, replay it on each of `inputs`, and judge.
@@ -90,7 +92,7 @@ def capture_and_replay(
     strict : bool
         Also capture on a blocking stream, on a cold one, and a fresh step.
     progress : callable, optional
-        Told each part that begins.
+        Told each part that begins, and what was seen until then.
     instruments : NoInstruments, optional
         What to look with; all that are installed by default.
 
@@ -134,7 +136,7 @@ def observe(
     changes: int | None = None,
     warmups: int = 2,
     strict: bool = True,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     instruments: NoInstruments | None = None,
 ) -> CaptureSeen:
     """Run the protocol of `capture_and_replay` and return its record, unjudged."""
@@ -151,10 +153,17 @@ def observe(
     try:
         seen.observer = tools.observer_name
         seen.gaps.extend(tools.gaps)
-        run = CaptureProtocol(step, tolerances, seen, tools, progress or _say_nothing)
+
+        def begins(part: str) -> None:
+            seen.calls = tuple(tools.calls)
+            if progress is not None:
+                progress(part, seen)
+
+        run = CaptureProtocol(step, tolerances, seen, tools, begins)
         run.run(inputs, changes=changes, warmups=warmups, strict=strict)
     finally:
         seen.calls = tuple(tools.calls)
+        seen.wide_arguments = tools.wide_arguments
         trouble = tools.trouble
         if trouble:
             seen.gaps.append(("CUDA calls", f"the observer failed in part: {trouble}"))
@@ -162,7 +171,3 @@ def observe(
         with contextlib.suppress(RuntimeError):  # of a lost context
             torch.cuda.set_stream(stream_before)
     return seen
-
-
-def _say_nothing(part: str) -> None:
-    pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from cuverify.validators.api_calls import CALLS, Call, base_name
-from cuverify.validators.observations import CallSeen
+from cuverify.validators.observations import CallSeen, WideArgumentSeen, is_main
 from cuverify.validators.places import modules_in, place_in
 
 # offsets in the structure that a callback gets
 _ARGUMENTS, _RESULT = 16, 24
 _RUNTIME_FIRST = ("RUNTIME_API", "DRIVER_API")
+_CELLS = 48  # of the launch's list of arguments in cuLaunchKernel's
+_WRITTEN = 8  # characters of a number that a person wrote
 _MOST = 20_000  # calls that are kept
 _FRAMES = 24  # native frames that are looked at for the library that called
 _CHEAP = frozenset({"launch", "record", "wait", "memset"})  # many, and of known origin
@@ -52,6 +55,9 @@ class CuptiObserver:
         self.calls: list[CallSeen] = []
         self.dropped = 0
         self.trouble: str | None = None
+        self.functions: set[int] = set()  # launched through the driver
+        self.widths: dict[int, list[int]] = {}  # of their parameters, where somebody found out
+        self.wide: list[WideArgumentSeen] = []
         self._phase = ""
         self._main = threading.get_ident()
         self._open: dict[int, list[tuple[int, int]]] = {}  # by thread: calls inside others
@@ -127,6 +133,8 @@ class CuptiObserver:
         }
         if api == "cudaSetDevice" and arguments:
             values["address"] = ctypes.c_int.from_address(arguments).value
+        if api == "cuLaunchKernel":
+            self._arguments(arguments, str(data.symbol_name), where)
         self.calls.append(
             CallSeen(
                 api,
@@ -139,6 +147,20 @@ class CuptiObserver:
                 **values,  # type: ignore[arg-type]
             )
         )
+
+    def _arguments(self, arguments: int, kernel: str, where: str | None) -> None:
+        """Note the function, and the arguments of 8 bytes where it takes 4."""
+        function = _word(arguments)
+        self.functions.add(function)
+        if not is_main(self._phase):
+            return
+        cells = _word(arguments + _CELLS)
+        for index, width in enumerate(self.widths.get(function, ()) if cells else ()):
+            if width != 4:
+                continue
+            wide = double_for_float(ctypes.string_at(_word(cells + 8 * index), 8))
+            if wide is not None:
+                self.wide.append(WideArgumentSeen(kernel, index, width, *wide, where))
 
     def _leave(self, known: tuple[str, Call], data: Any, thread: int) -> None:
         api, call = known
@@ -202,6 +224,18 @@ def open_observer() -> tuple[CuptiObserver | None, str]:
         return CuptiObserver(cupti), ""
     except Exception as error:
         return None, f"CUPTI refused the subscription: {error}"
+
+
+def double_for_float(data: bytes) -> tuple[float, float] | None:
+    """Return (given, read) when 8 bytes behind a 4-byte argument are a Python float.
+
+    What follows a float of 4 bytes in memory may be anything: only a number that a person would
+    write, and that reads as another one, counts.
+    """
+    given = struct.unpack("<d", data)[0]
+    reads = struct.unpack("<f", data[:4])[0]
+    written = given == given and 1e-6 < abs(given) < 1e9 and len(repr(given)) <= _WRITTEN
+    return (given, reads) if written and given != reads else None
 
 
 def code_ranges() -> list[tuple[int, int, str]]:

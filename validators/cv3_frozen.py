@@ -197,12 +197,19 @@ def _stale_plan(seen: CaptureSeen) -> Iterator[Verdict]:
 
 
 def _address(word: str) -> int:
-    return int.from_bytes(bytes.fromhex(word), "little")
+    return int.from_bytes(_raw(word), "little")
+
+
+def _raw(data: str) -> bytes:
+    try:
+        return bytes.fromhex(data)
+    except ValueError:  # a record that was not made by a walk
+        return b""
 
 
 def _number(data: str) -> str:
     """Return the readings of some bytes that a person would take for a number."""
-    raw = bytes.fromhex(data)
+    raw = _raw(data)
     if len(raw) not in (1, 2, 4, 8):
         return f"0x{data}"
     whole = int.from_bytes(raw, "little", signed=True)

@@ -14,7 +14,13 @@ from typing import Any
 
 from cuverify.validators.fallback import LOST, FallbackObserver
 from cuverify.validators.graph_walk import walk
-from cuverify.validators.observations import CallSeen, GraphSeen, PoolHitSeen, TensorSeen
+from cuverify.validators.observations import (
+    CallSeen,
+    GraphSeen,
+    PoolHitSeen,
+    TensorSeen,
+    WideArgumentSeen,
+)
 from cuverify.validators.places import place_in
 from cuverify.validators.provenance import Landscape, asks_driver, host_ranges
 
@@ -38,6 +44,11 @@ class NoInstruments:
     def trouble(self) -> str | None:
         """What went wrong in an observer."""
         return None
+
+    @property
+    def wide_arguments(self) -> tuple[WideArgumentSeen, ...]:
+        """Python floats that were passed for parameters of 4 bytes."""
+        return ()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,6 +140,7 @@ class Instruments(NoInstruments):
             with self._observer.phase(name):
                 yield
         finally:
+            self._learn_widths()
             # torch's own allocations are legal inside a capture: tell them by their segments
             if any(call.kind in ("alloc", "free") for call in calls[first:]):
                 after = Landscape(self._torch.cuda.memory_snapshot())
@@ -137,6 +149,28 @@ class Instruments(NoInstruments):
                     if calls[at].kind in ("alloc", "free") and address:
                         owned = before.is_torch(address) or after.is_torch(address)
                         calls[at] = replace(calls[at], torch_owned=owned)
+
+    @property
+    def wide_arguments(self) -> tuple[WideArgumentSeen, ...]:
+        """Python floats that were passed for parameters of 4 bytes, each once."""
+        return tuple(dict.fromkeys(getattr(self._observer, "wide", ())))
+
+    def _learn_widths(self) -> None:
+        """Ask the driver for the parameters of the functions that were launched."""
+        widths = getattr(self._observer, "widths", None)
+        if widths is None or self._driver is None:
+            return
+        for function in self._observer.functions - set(widths):
+            found: list[int] = []
+            with contextlib.suppress(Exception):  # a handle of another kind
+                while True:
+                    code, *layout = self._driver.cuFuncGetParamInfo(
+                        self._driver.CUfunction(init_value=function), len(found)
+                    )
+                    if int(code) != 0:
+                        break
+                    found.append(int(layout[1]))
+            widths[function] = found
 
     @contextlib.contextmanager
     def pool_hits(self) -> Iterator[list[PoolHitSeen]]:

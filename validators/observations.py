@@ -537,12 +537,21 @@ class OutputSeen:
         Elements whose reference differs from what the output held before the run.
     unchanged : int
         Those of `must_change` that still hold the bits of before.
+    largest, relative : float, optional
+        The largest error, and the L2 norm of the error over that of the reference, of
+        floating-point outputs.
+    ulps : mapping of str to int
+        Histogram of the errors in units in the last place, where the reference has the output's
+        dtype.
     """
 
     name: str
     mismatch: Mismatch | None = None
     must_change: int = 0
     unchanged: int = 0
+    largest: float | None = None
+    relative: float | None = None
+    ulps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cuverify.validators.observations import PointerSeen, TensorSeen
 # below and above these no address of a 64-bit process lies
 _LOWEST = 1 << 16
 _HIGHEST = 1 << 47
-_ADDRESS_SPACE = 1 << 40  # numbers of 8 bytes are seldom larger
+_MAPPINGS = 0x7E00_0000_0000  # where Linux maps; two small integers side by side are below
 _ALIGNED = 256  # what device allocations start at
 
 _MEMORY_TYPES = {1: "pinned", 2: "device"}
@@ -120,7 +120,7 @@ class Landscape:
             )
         if self._is_host(address):
             return PointerSeen(address, "pageable", owner=owner, role=role, sure=sure)
-        likely = address >= _ADDRESS_SPACE and address % _ALIGNED == 0
+        likely = address >= _MAPPINGS and address % _ALIGNED == 0
         return PointerSeen(address, "unmapped" if likely else "number", sure=sure)
 
     def is_torch(self, address: int) -> bool:

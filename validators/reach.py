@@ -36,7 +36,7 @@ def tensors_reached(root: Any) -> dict[str, Any]:
             continue
         seen.add(id(value))
         if _is_tensor(value):
-            if value.is_cuda or value.is_pinned():
+            if _is_shared(value):
                 found[path] = value
             continue
         if depth < _DEPTH:
@@ -88,6 +88,11 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _is_tensor(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def _is_shared(tensor: Any) -> bool:
+    """Tell whether a device can touch the tensor."""
+    return bool(tensor.is_cuda or tensor.is_pinned())
 
 
 def _is_plain(value: Any) -> bool:

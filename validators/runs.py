@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,19 +62,48 @@ def run_record(
         reference = given if isinstance(given, Bounded) else host_array(given)
         mismatch = compare(name, array, reference, tolerance)
         must_change = unchanged = 0
+        error = _Error()
         if array.data.shape == host_reference(reference).data.shape:
             had_to = differing(before[name], reference, tolerance)
             must_change = int(np.count_nonzero(had_to))
             if mismatch is not None:
                 kept = differing(before[name], array)
                 unchanged = int(np.count_nonzero(had_to & ~kept))
-        outputs.append(OutputSeen(name, mismatch, must_change, unchanged))
+            error = _error(array, host_reference(reference))
+        outputs.append(
+            OutputSeen(
+                name, mismatch, must_change, unchanged, error.largest, error.relative, error.ulps
+            )
+        )
     outputs.extend(
         OutputSeen(name, Mismatch(name, reason="is in expected() but no output of the step"))
         for name in expected
         if name not in after
     )
     return RunSeen(label, tuple(outputs))
+
+
+@dataclass(frozen=True)
+class _Error:
+    largest: float | None = None
+    relative: float | None = None
+    ulps: Mapping[str, int] = field(default_factory=dict)
+
+
+def _error(array: HostArray, reference: HostArray) -> _Error:
+    """Return how far a floating-point output is off, right or wrong."""
+    if array.dtype not in _MANTISSAS or reference.data.dtype.kind not in "fu":
+        return _Error()
+    if reference.data.dtype.kind == "u" and reference.data.dtype != array.data.dtype:
+        return _Error()
+    if reference.data.dtype.kind == "u":
+        reference = HostArray(reference.data, array.dtype)
+    with np.errstate(invalid="ignore"):
+        away = np.abs(array.values().astype(np.float64) - reference.values())
+    finite = away[np.isfinite(away)]
+    largest = float(finite.max()) if finite.size else None
+    relative, ulps = statistics(array, reference)
+    return _Error(largest, relative, ulps)
 
 
 def kept(outputs: Mapping[str, Any]) -> dict[str, Any]:
