@@ -13,8 +13,6 @@ from typing import Any
 from cuverify.report import Coverage, Finding
 from cuverify.sglang.seen import ContractSeen, PlaySeen
 
-_HARNESS_STAGES = frozenset({"make", "init_cuda_graph_state"})
-
 
 def judge(seen: ContractSeen) -> list[Finding]:
     """Return every violation in a record.
@@ -117,7 +115,7 @@ def _faults(seen: ContractSeen) -> Iterator[Finding]:
                 "Move host reads, allocations outside torch's pool and first-time work into "
                 "init_forward_metadata_out_graph or the capture hook."
             )
-        elif fault.stage in _HARNESS_STAGES:
+        elif fault.stage == "make":
             fix = "See cuverify.sglang.contract.VerifyRunner for what the class is given."
         message = f"{fault.stage} failed on {fault.label or 'no batch yet'}: {fault.error}"
         yield _finding(seen, rule, message, fix, where=fault.where, stage=fault.stage)

@@ -35,7 +35,7 @@ from cuverify.sglang.schedule import (
 )
 from cuverify.static_buffers import fill, write
 from cuverify.tolerances import attention_bounds
-from cuverify.validators.compare import Bounded
+from cuverify.validators.compare import Bounded, host_array
 from cuverify.validators.places import short_path
 from cuverify.verify_batch import SM_SCALE
 
@@ -187,8 +187,14 @@ class Rig:
         fill(self.out, NAN)
 
     def expected(self, play: Play) -> Bounded:
-        """Return the right outputs of a play's real requests, and what they may be off by."""
-        return _reference(self.given(play), self.device)
+        """Return the right outputs of a play's real requests, and what they may be off by.
+
+        Of the queries and draft rows that are in the buffers now; of the rest as the play has it.
+        """
+        tokens = play.requests * self.shape.draft_tokens
+        q, k = host_array(self.q[:tokens]), host_array(self.k[:tokens, 0])
+        arguments = self.given(play).batch.oracle_arguments()
+        return _reference({**arguments, "q": q.data, "draft_kv": k.data}, self.device)
 
     def real_rows(self, play: Play) -> Any:
         """Return the view of the output that a play's real requests get."""
@@ -360,11 +366,10 @@ def place_of_class(make: Any) -> str | None:
     return f"{short_path(file)}:{line}" if file else None
 
 
-def _reference(given: PlayInputs, device: str) -> Bounded:
+def _reference(arguments: Mapping[str, Any], device: str) -> Bounded:
     from cuverify import torch_oracle
     from cuverify.reference.verify_attention import verify_attention
 
-    arguments = given.batch.oracle_arguments()
     exact = (
         verify_attention(**arguments)
         if device == "cpu"

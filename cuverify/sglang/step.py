@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuverify.errors import CaseError
@@ -21,16 +21,29 @@ class RunnerStep:
     Parameters
     ----------
     make, family, shape
-        See `Rig`. On the current CUDA device.
+        See `Rig`.
     play : Play
         A full batch of the size.
+    device : {"cuda", "cpu"}
     """
 
-    def __init__(self, make: MakeRunner, family: Family, shape: Shape, play: Play) -> None:
+    alone = ("q", "k")
+    """Inputs that may hold other content than the rest."""
+
+    def __init__(
+        self, make: MakeRunner, family: Family, shape: Shape, play: Play, device: str = "cuda"
+    ) -> None:
         self._bs = play.captured
-        self._rig = Rig(make, family, "cuda", shape)
+        self._make_rig = lambda: Rig(make, family, device, shape)
+        self._rig = self._make_rig()
         self._rig.prepare_capture(self._bs)
         self.refill(play)
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The queries and the drafts' rows of all requests."""
+        tokens = len(self._rig.real_rows(self._play))
+        return {"q": self._rig.q[:tokens], "k": self._rig.k[:tokens]}
 
     @property
     def outputs(self) -> Mapping[str, Any]:
@@ -48,10 +61,16 @@ class RunnerStep:
         """Attend, with the hook that belongs into the graph."""
         self._rig.step()
 
+    def make_step(self) -> Callable[[], None]:
+        """Return what a new backend would record on padding, which is what SGLang captures on."""
+        rig = self._make_rig()
+        rig.prepare_capture(self._bs)
+        return rig.step
+
     def poison(self) -> None:
         """Fill the output with NaN."""
         self._rig.poison()
 
     def expected(self) -> dict[str, Bounded]:
-        """Return what the float64 oracle makes of the present batch."""
+        """Return what the float64 oracle makes of what is in the buffers now."""
         return {"out": self._rig.expected(self._play)}
