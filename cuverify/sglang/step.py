@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class RunnerStep:
         self, make: MakeRunner, family: Family, shape: Shape, play: Play, device: str = "cuda"
     ) -> None:
         self._bs = play.captured
-        self._make_rig = lambda: Rig(make, family, device, shape)
+        self._make_rig = functools.partial(Rig, make, family, device, shape)
         self._rig = self._make_rig()
         self._rig.prepare_capture(self._bs)
         self.refill(play)
