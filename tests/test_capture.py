@@ -608,6 +608,19 @@ class Graph:
     def instantiate(self) -> None:
         pass
 
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        gpu = self.gpu
+        gpu.recording, gpu.capturing = self, {gpu.current.cuda_stream}
+        gpu.invalid, gpu.blocking = False, gpu.current.blocking
+
+    def capture_end(self) -> None:
+        gpu = self.gpu
+        gpu.recording, gpu.capturing, gpu.blocking = None, set(), False
+        if gpu.invalid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        if not self.work:
+            warnings.warn("The CUDA Graph is empty.", stacklevel=2)
+
     def raw_cuda_graph(self) -> Graph:
         return self
 
@@ -691,25 +704,10 @@ class Gpu:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    @contextlib.contextmanager
-    def graph(
-        self, graph: Graph, pool: tuple[int, int], stream: Stream, capture_error_mode: str
-    ) -> Iterator[None]:
-        self.recording, self.capturing, self.current = graph, {stream.cuda_stream}, stream
-        self.invalid, self.blocking = False, stream.blocking
         try:
             yield
         finally:
-            # like torch, which leaves its stream current when the end of the capture fails
-            self.recording, self.capturing, self.blocking = None, set(), False
-            if self.invalid:
-                raise RuntimeError("operation failed due to a previous error during capture")
-        if not graph.work:
-            warnings.warn("The CUDA Graph is empty.", stacklevel=2)
-        self.current = self.null
+            self.current = before
 
     def is_current_stream_capturing(self) -> bool:
         assert self.current.cuda_stream, "asking the legacy stream can invalidate a capture"

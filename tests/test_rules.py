@@ -182,6 +182,15 @@ TEMPORARY = node("axpy", at(0, pointer(0x7F0000100000, pool=POOL)))
 SECOND = (4, 0)
 OTHER_TEMPORARY = node("axpy", at(0, pointer(0x7F0000200000, pool=SECOND)))
 
+
+def early(seen: CaptureSeen) -> None:
+    seen.graph = graph(node(), edges=((0, 0, "programmatic"),))
+
+
+def got(phase: str, *pointers: int) -> CallSeen:
+    return dataclasses.replace(launch(phase=phase), pointers=pointers)
+
+
 # what makes the clean record faulty, and the rules that must say so
 FAULTS: list[tuple[str, Change, set[str]]] = [
     ("nothing", add(), set()),
@@ -216,6 +225,11 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         {"CV105"},
     ),
     ("a rebound tensor", add(rebound=[ReboundSeen("step.w", X, 0x7F5, "capture")]), {"CV106"}),
+    (
+        "a tensor that is bound to private memory",
+        add(rebound=[ReboundSeen("step.y", 7, 9, "capture")], kept=[KeptSeen("step.y", 9, 4)]),
+        {"CV106", "CV404"},
+    ),
     ("a rebound tensor of no interest", add(rebound=[ReboundSeen("z", 7, 8, "capture")]), set()),
     (
         "a kernel of the capture alone",
@@ -278,7 +292,7 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
     ),
     (
         "a pinned copy",
-        with_node(node(), NodeSeen("memcpy", source=pointer(0x55, space="pinned"), size=4)),
+        with_node(node(), NodeSeen("memcpy", source=pointer(X, space="pinned", owner="x"), size=4)),
         set(),
     ),
     ("a leaked pool", add(memory=[MemorySeen("failed capture", private=64)]), {"CV215"}),
@@ -301,6 +315,33 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         both(
             replace_attempt(attempt("capture", node("k", param(0, b"\1" * 8 + b"\2" * 8)))),
             replace_attempt(attempt("double", node("k", param(0, b"\1" * 8 + b"\3" * 8)))),
+        ),
+        {"CV301"},
+    ),
+    (
+        "a word that differs between equal captures, too",
+        both(
+            replace_attempt(attempt("capture", SCALAR)),
+            replace_attempt(attempt("double", OTHER_SCALAR)),
+            add(attempts=[attempt("same", OTHER_SCALAR)]),
+        ),
+        set(),
+    ),
+    (
+        "a word that differs between equal captures of other values",
+        both(
+            replace_attempt(attempt("capture", SCALAR)),
+            replace_attempt(attempt("double", OTHER_SCALAR)),
+            add(attempts=[attempt("same", SCALAR), attempt("double again", SCALAR)]),
+        ),
+        set(),
+    ),
+    (
+        "a frozen scalar, seen twice",
+        both(
+            replace_attempt(attempt("capture", SCALAR)),
+            replace_attempt(attempt("double", OTHER_SCALAR)),
+            add(attempts=[attempt("same", SCALAR), attempt("double again", OTHER_SCALAR)]),
         ),
         {"CV301"},
     ),
@@ -349,6 +390,24 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
     ),
     ("a stale plan", add(stale=[StaleMemorySeen(pointer(X), "axpy", "step.plan")]), {"CV306"}),
     (
+        "another buffer in the capture than in the warm-up",
+        both(
+            lambda seen: setattr(seen, "calls", (got("warm-up", Y, 0x7F5), got("capture", Y, X))),
+            lambda seen: setattr(seen, "replays", [ran(), ran("seed 1", mismatch=WRONG)]),
+        ),
+        {"CV306", "CV601"},
+    ),
+    (
+        "another buffer, and right all the same",
+        lambda seen: setattr(seen, "calls", (got("warm-up", Y, 0x7F5), got("capture", Y, X))),
+        set(),
+    ),
+    (
+        "a generator that the graph does not know",
+        breaks("RuntimeError: Attempt to increase offset for a CUDA generator"),
+        {"CV201", "CV305"},
+    ),
+    (
         "freed memory",
         with_node(node("axpy", at(0, pointer(X, state="inactive")))),
         {"CV401"},
@@ -391,6 +450,11 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         {"CV605"},
     ),
     ("an unload", calls(call("cuModuleUnload", "unload", "between replays")), {"CV408"}),
+    (
+        "pinned memory that nobody holds",
+        with_node(node(), NodeSeen("memcpy", source=pointer(0x55, space="pinned"), size=4)),
+        {"CV409"},
+    ),
     ("recycled pinned memory", trial("pinned"), {"CV409"}),
     ("a pool hit", add(pool_hits=[PoolHitSeen(0x70, 64, False, True, HERE)]), {"CV410"}),
     ("a pool hit that is kept", add(pool_hits=[PoolHitSeen(0x70, 64)]), set()),
@@ -445,15 +509,8 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         add(wide_arguments=[WideArgumentSeen("axpy", 2, 4, 1.0, 0.0, HERE)]),
         {"CV607"},
     ),
-    (
-        "a programmatic edge",
-        lambda seen: setattr(
-            seen,
-            "graph",
-            graph(node(), edges=((0, 0, "programmatic"),)),
-        ),
-        {"CV608"},
-    ),
+    ("a programmatic edge", early, set()),
+    ("a programmatic edge and a wrong replay", both(early, trial("stream")), {"CV608", "CV611"}),
     ("other bits than the eager run", trial("against eager", BITS), {"CV609"}),
     (
         "memory that grows",
@@ -466,6 +523,7 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
     ("a lost context", add(faults=[Fault("replay", "no", context_lost=True)]), {"CV903"}),
     ("a hang", add(end=EndSeen("timeout", "ended by SIGKILL")), {"CV904"}),
     ("a crash", add(end=EndSeen("died", "ended by SIGSEGV")), {"CV905"}),
+    ("inputs that change nothing", add(other_answers=0), {"CV906"}),
     (
         "a vacuous pass",
         lambda seen: setattr(seen, "replays", [ran(must_change=0)]),

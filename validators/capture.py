@@ -150,6 +150,7 @@ def observe(
     seen = CaptureSeen(only_recorded=only_recorded)
     tools = Instruments(torch) if instruments is None else instruments
     stream_before = torch.cuda.current_stream()
+    debugging = _sync_debugging(torch)
     try:
         seen.observer = tools.observer_name
         seen.gaps.extend(tools.gaps)
@@ -170,4 +171,11 @@ def observe(
         tools.close()
         with contextlib.suppress(RuntimeError):  # of a lost context
             torch.cuda.set_stream(stream_before)
+            if debugging is not None:
+                torch.cuda.set_sync_debug_mode(debugging)
     return seen
+
+
+def _sync_debugging(torch: Any) -> int | None:
+    ask = getattr(torch.cuda, "get_sync_debug_mode", None)
+    return None if ask is None else int(ask())

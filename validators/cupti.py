@@ -24,14 +24,15 @@ from cuverify.validators.places import modules_in, place_in
 # offsets in the structure that a callback gets
 _ARGUMENTS, _RESULT = 16, 24
 _RUNTIME_FIRST = ("RUNTIME_API", "DRIVER_API")
-_CELLS = 48  # of the launch's list of arguments in cuLaunchKernel's
+# of the function and of the list of its arguments, in a launch's arguments
+_CELLS = {"cuLaunchKernel": (0, 48), "cuLaunchKernelEx": (8, 16)}
 _WRITTEN = 8  # characters of a number that a person wrote
 _MOST = 20_000  # calls that are kept
 _FRAMES = 24  # native frames that are looked at for the library that called
 _CHEAP = frozenset({"launch", "record", "wait", "memset"})  # many, and of known origin
-# between the caller and this module: not who called
-_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.cpython", "cupti/", "libpython", "python3")
-_BELOW += ("libc.so", "_ctypes", "libffi")
+# between the caller and this module: not who called, by the beginning of the file's name
+_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.", "cycupti.", "callback_wrappers.")
+_BELOW += ("libpython", "python", "libc.so", "libc-", "_ctypes", "libffi", "ld-linux")
 
 
 class CuptiObserver:
@@ -73,16 +74,17 @@ class CuptiObserver:
         self._subscriber = cupti.subscribe(self._called, None)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record what is called while the context is open."""
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
+        """Record what is called while the context is open, of some kinds or of all."""
         self._main = threading.get_ident()
         self._open.clear()
         self._phase = name
-        self._enable(1)
+        wanted = [at for at, (_, call) in self._known.items() if not kinds or call.kind in kinds]
+        self._enable(1, wanted)
         try:
             yield
         finally:
-            self._enable(0)
+            self._enable(0, wanted)
             self._phase = ""
 
     def close(self) -> None:
@@ -91,8 +93,8 @@ class CuptiObserver:
             self._cupti.unsubscribe(self._subscriber)
             self._subscriber = None
 
-    def _enable(self, on: int) -> None:
-        for domain, identity in self._known:
+    def _enable(self, on: int, calls: list[tuple[int, int]]) -> None:
+        for domain, identity in calls:
             self._cupti.enable_callback(on, self._subscriber, domain, identity)
 
     def _called(self, _: Any, domain: int, identity: int, data: Any) -> None:
@@ -133,8 +135,9 @@ class CuptiObserver:
         }
         if api == "cudaSetDevice" and arguments:
             values["address"] = ctypes.c_int.from_address(arguments).value
-        if api == "cuLaunchKernel":
-            self._arguments(arguments, str(data.symbol_name), where)
+        pointers: tuple[int, ...] = ()
+        if api in _CELLS:
+            pointers = self._arguments(api, arguments, str(data.symbol_name), where)
         self.calls.append(
             CallSeen(
                 api,
@@ -144,23 +147,28 @@ class CuptiObserver:
                 where=where,
                 origin="" if call.kind in _CHEAP else self._origin(),
                 kernel=str(data.symbol_name) if call.kind == "launch" else None,
+                pointers=pointers,
                 **values,  # type: ignore[arg-type]
             )
         )
 
-    def _arguments(self, arguments: int, kernel: str, where: str | None) -> None:
-        """Note the function, and the arguments of 8 bytes where it takes 4."""
-        function = _word(arguments)
+    def _arguments(
+        self, api: str, arguments: int, kernel: str, where: str | None
+    ) -> tuple[int, ...]:
+        """Return the arguments of 8 bytes; note those of 8 bytes where the kernel takes 4."""
+        at_function, at_cells = _CELLS[api]
+        function = _word(arguments + at_function)
         self.functions.add(function)
-        if not is_main(self._phase):
-            return
-        cells = _word(arguments + _CELLS)
+        cells = _word(arguments + at_cells)
+        found = []
         for index, width in enumerate(self.widths.get(function, ()) if cells else ()):
-            if width != 4:
-                continue
-            wide = double_for_float(ctypes.string_at(_word(cells + 8 * index), 8))
-            if wide is not None:
-                self.wide.append(WideArgumentSeen(kernel, index, width, *wide, where))
+            place = _word(cells + 8 * index)
+            found.append(_word(place) if width == 8 and place else 0)
+            if width == 4 and is_main(self._phase):
+                wide = double_for_float(ctypes.string_at(place, 8))
+                if wide is not None:
+                    self.wide.append(WideArgumentSeen(kernel, index, width, *wide, where))
+        return tuple(found)
 
     def _leave(self, known: tuple[str, Call], data: Any, thread: int) -> None:
         api, call = known
@@ -191,9 +199,9 @@ class CuptiObserver:
         buffer = (ctypes.c_void_p * _FRAMES)()
         count = _libc().backtrace(buffer, _FRAMES)
         for address in buffer[:count]:
-            name = self._library(address or 0)
-            if name and not any(part in name for part in _BELOW):
-                return Path(name).name
+            file = Path(self._library(address or 0))
+            if file.name and not file.name.startswith(_BELOW):
+                return "cupy" if "cupy" in str(file.parent) else file.name
         return ""
 
     def _library(self, address: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from cuverify.validators.judging import (
     call_evidence,
+    capture_failed,
     captured,
     in_graph,
     launches_of,
@@ -29,6 +30,7 @@ _LISTED = 12  # nodes named in a finding; the summary has the count
 def _foreign_launches(seen: CaptureSeen) -> Iterator[Verdict]:
     """Yield launches that the graph lacks: by its nodes where they are known, else by streams."""
     if not captured(seen):
+        yield from _legacy_launches(seen)
         return
     for (kernel, stream, where), count in _lost(seen).items():
         foreign = stream not in seen.capturing_streams
@@ -58,6 +60,23 @@ def _foreign_launches(seen: CaptureSeen) -> Iterator[Verdict]:
             evidence=evidence,
             fix=None if foreign else _FIX_UNKNOWN,
         )
+
+
+def _legacy_launches(seen: CaptureSeen) -> Iterator[Verdict]:
+    """Yield launches of the eager run on the legacy stream, where there was no graph to compare."""
+    if not capture_failed(seen):
+        return
+    told = set()
+    for call in seen.calls:
+        outside = call.kind == "launch" and call.phase == "eager" and call.stream in LEGACY_STREAMS
+        if outside and (call.kernel, call.where) not in told:
+            told.add((call.kernel, call.where))
+            yield Verdict(
+                f"`{call.kernel}` is launched on stream {stream_name(call.stream or 0)}, whatever "
+                "stream is current: a capture would not hold it",
+                where=call.where,
+                evidence={"kernel": call.kernel, "seen_in": "the eager run before the capture"},
+            )
 
 
 def _lost(seen: CaptureSeen) -> Counter[tuple[str, int, str | None]]:
@@ -219,7 +238,9 @@ def _rebound(seen: CaptureSeen) -> Iterator[Verdict]:
     for each in seen.rebound:
         if each.during != "capture":
             continue
-        if each.before in declared or in_graph(seen, each.before) or each.after in declared:
+        private = any(kept.address == each.after for kept in seen.kept)
+        known = each.before in declared or each.after in declared
+        if private or known or in_graph(seen, each.before):
             yield Verdict(
                 f"the captured step binds `{each.path}` to another tensor: "
                 f"{each.before:#x} before, {each.after:#x} after. A replay binds nothing",

@@ -10,9 +10,11 @@ from cuverify.validators.judging import (
     at,
     call_evidence,
     calls_of,
+    captured,
     fault_of,
     node_place,
     nodes_of,
+    pool_hits_of,
 )
 from cuverify.validators.observations import (
     LEGACY_STREAMS,
@@ -66,7 +68,7 @@ def _foreign_allocation(seen: CaptureSeen) -> Iterator[Verdict]:
             where=call.where,
             evidence=call_evidence(call),
         )
-    for hit in seen.pool_hits:
+    for hit in pool_hits_of(seen):
         if hit.fresh and hit.where not in told:
             told.add(hit.where)
             yield Verdict(
@@ -151,12 +153,14 @@ def _other_thread(seen: CaptureSeen) -> Iterator[Verdict]:
 
 def _pinned(seen: CaptureSeen) -> Iterator[Verdict]:
     for call in calls_of(seen, "host_alloc"):
-        if not LIBRARIES.search(call.origin):
-            yield Verdict(
-                f"pinned host memory is allocated inside the capture: {at(call)}",
-                where=call.where,
-                evidence=call_evidence(call),
-            )
+        cached = call.where is None and call.detail
+        if LIBRARIES.search(call.origin) or (cached and not captured(seen)):
+            continue  # a failed read of a value asks for a staging block, too
+        yield Verdict(
+            f"pinned host memory is allocated inside the capture: {at(call)}",
+            where=call.where,
+            evidence=call_evidence(call, detail=call.detail) if cached else call_evidence(call),
+        )
 
 
 def _load(seen: CaptureSeen) -> Iterator[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from cuverify.validators.judging import (
     SMALL,
     captured,
     in_graph,
+    pointers_of,
     where_launched,
 )
 from cuverify.validators.observations import (
@@ -21,8 +23,10 @@ from cuverify.validators.observations import (
 )
 from cuverify.validators.rule import Rule, Verdict
 
+_GENERATOR = re.compile(r"generator|philox", re.IGNORECASE)
 _WORD = 16  # hexadecimal digits of 8 bytes
-_LARGE = 128  # bytes: encoded descriptors, in which a pointer does not show as one
+_SIGNS = ("00000000", "ffffffff")  # the upper half of a small integer of 8 bytes
+_SMALL = 16  # bytes: in a larger struct most words are nobody's
 
 
 def _pairs(seen: CaptureSeen) -> Iterator[tuple[AttemptSeen, AttemptSeen, NodeSeen, NodeSeen, int]]:
@@ -39,14 +43,38 @@ def _pairs(seen: CaptureSeen) -> Iterator[tuple[AttemptSeen, AttemptSeen, NodeSe
         count[one.kernel] += 1
 
 
+def _unsteady(seen: CaptureSeen, one: str, other: str) -> set[tuple[int, int, int]]:
+    """Return the words that differ between captures of the same values: padding of structs.
+
+    Each as the number of the kernel node, of its argument, and of the word in it.
+    """
+    first, second = seen.attempt(one), seen.attempt(other)
+    if first is None or second is None or first.graph.kernels != second.graph.kernels:
+        return set()
+    return {
+        (number, left.index, at)
+        for number, nodes in enumerate(zip(_kernels(first), _kernels(second), strict=True))
+        for left, right in zip(nodes[0].params, nodes[1].params, strict=False)
+        for at, words in enumerate(zip(_words(left), _words(right), strict=False))
+        if words[0] != words[1]
+    }
+
+
+def _words(param: ParamSeen) -> list[str]:
+    """Return an argument in pieces of 4 bytes, in hexadecimal."""
+    return [param.data[at : at + _WORD // 2] for at in range(0, len(param.data), _WORD // 2)]
+
+
 def _kernels(attempt: AttemptSeen) -> list[NodeSeen]:
     return [node for node in attempt.graph.nodes if node.kind == "kernel"]
 
 
 def _scalar(seen: CaptureSeen) -> Iterator[Verdict]:
-    for first, second, one, other, number in _pairs(seen):
+    unsteady = _unsteady(seen, seen.replayed, "same") | _unsteady(seen, "double", "double again")
+    for position, (_, _, one, other, number) in enumerate(_pairs(seen)):
         for left, right in zip(one.params, other.params, strict=False):
-            found = _scalar_change(left, right, first, second)
+            noise = {at for node, index, at in unsteady if (node, index) == (position, left.index)}
+            found = _scalar_change(left, right, noise)
             if found is None:
                 continue
             before, after = found
@@ -64,29 +92,28 @@ def _scalar(seen: CaptureSeen) -> Iterator[Verdict]:
                     "other_values": after,
                     "certain": whole,
                 },
-                severity=None if left.size < _LARGE else "warning",
+                severity=None if left.size <= _SMALL else "warning",
             )
 
 
-def _scalar_change(
-    left: ParamSeen, right: ParamSeen, first: AttemptSeen, second: AttemptSeen
-) -> tuple[str, str] | None:
-    """Return the first word that differs and is no pointer, in both captures."""
+def _scalar_change(left: ParamSeen, right: ParamSeen, noise: set[int]) -> tuple[str, str] | None:
+    """Return the first word that differs in both captures, is no pointer and no noise."""
     if left.data == right.data or left.size != right.size:
         return None
-    if left.size < 8:
-        return _number(left.data), _number(right.data)
     mine = {pointer.address for pointer in left.pointers}
     theirs = {pointer.address for pointer in right.pointers}
-    for at in range(0, len(left.data), _WORD):
-        one, other = left.data[at : at + _WORD], right.data[at : at + _WORD]
-        if one == other:
+    one, other = _words(left), _words(right)
+    for at in range(min(len(one), len(other))):
+        if one[at] == other[at] or at in noise:
             continue
-        if len(one) == _WORD and (_address(one) in mine or _address(other) in theirs):
+        pair = at - at % 2  # pointers are aligned
+        if _address("".join(one[pair : pair + 2])) in mine:
             continue
-        if len(one) == _WORD and one[8:] == other[8:]:
-            return _number(one[:8]), _number(other[:8])
-        return _number(one), _number(other)
+        if _address("".join(other[pair : pair + 2])) in theirs:
+            continue
+        if len(one) == 2 and (one[1 - at] != other[1 - at] or one[1] not in _SIGNS):
+            return _number(left.data), _number(right.data)
+        return _number(one[at]), _number(other[at])
     return None
 
 
@@ -173,6 +200,13 @@ def _memoised(seen: CaptureSeen) -> Iterator[Verdict]:
 
 
 def _random(seen: CaptureSeen) -> Iterator[Verdict]:
+    for fault in seen.faults:
+        if fault.stage == "capture" and _GENERATOR.search(fault.error):
+            yield Verdict(
+                f"the capture does not know the random generator: {fault.error}",
+                where=fault.where,
+                evidence={"error": fault.error},
+            )
     eager, again = seen.trial("eager again"), seen.trial("again")
     if not captured(seen) or eager is None or again is None or again.drifts:
         return
@@ -194,6 +228,41 @@ def _stale_plan(seen: CaptureSeen) -> Iterator[Verdict]:
             where=where_launched(seen, each.kernel),
             evidence={"kernel": each.kernel, "memory": str(each.pointer)},
         )
+    wrong = any(output.mismatch is not None for run in seen.replays for output in run.outputs)
+    if captured(seen) and wrong:
+        yield from _other_memory(seen)
+
+
+def _other_memory(seen: CaptureSeen) -> Iterator[Verdict]:
+    """Yield launches that got another pointer in the capture than in the warm-up."""
+    warm, inside = (
+        [call for call in seen.calls if call.phase == phase and call.pointers]
+        for phase in ("warm-up", seen.replayed)
+    )
+    if [call.kernel for call in warm] != [call.kernel for call in inside]:
+        return
+    told = {each.pointer.address for each in seen.stale}
+    located = {pointer.address: pointer for _, _, pointer in pointers_of(seen)}
+    for before, now in zip(warm, inside, strict=True):
+        for index, (old, new) in enumerate(zip(before.pointers, now.pointers, strict=False)):
+            pointer = located.get(new)
+            if old == new or pointer is None or new in told or not old:
+                continue
+            if pointer.pool == seen.pool or pointer.space not in ("torch", "cupy", "device"):
+                continue
+            told.add(new)
+            yield Verdict(
+                f"argument {index} of `{now.kernel}` is {pointer} in the capture and {old:#x} in "
+                "the warm-up, and replays on other inputs are wrong: what prepares a step writes "
+                "the one, the graph reads the other",
+                where=now.where,
+                evidence={
+                    "kernel": now.kernel,
+                    "argument": index,
+                    "in_the_capture": str(pointer),
+                    "in_the_warm_up": hex(old),
+                },
+            )
 
 
 def _address(word: str) -> int:

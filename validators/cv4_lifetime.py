@@ -12,11 +12,13 @@ from cuverify.validators.judging import (
     node_place,
     nodes_of,
     pointers_of,
+    pool_hits_of,
 )
 from cuverify.validators.observations import CaptureSeen, is_main
 from cuverify.validators.rule import Rule, Verdict
 
 _LIBRARY_KERNELS = re.compile(r"cublas|gemm|gemv|splitk|cudnn|xmma|cutlass", re.IGNORECASE)
+_HIGH = 1 << 40
 _LIVE = "active_allocated"
 
 
@@ -152,23 +154,33 @@ def _unloaded(seen: CaptureSeen) -> Iterator[Verdict]:
 
 
 def _pinned(seen: CaptureSeen) -> Iterator[Verdict]:
+    nodes = [
+        node
+        for node in nodes_of(seen, "memcpy")
+        if node.source is not None and node.source.space == "pinned" and not node.source.owner
+    ]
+    found = False
     for trial, drift in disturbed(seen, "pinned"):
-        nodes = [
-            node
-            for node in nodes_of(seen, "memcpy")
-            if node.source is not None and node.source.space == "pinned"
-        ]
+        found = True
         yield Verdict(
             "the graph copies from pinned memory that its owner gave back: after other pinned "
             f"allocations {drift.mismatch}",
             where=node_place(seen, nodes[0]) if nodes else None,
             evidence=drift_evidence(drift, between_the_replays=trial.detail),
         )
+    for node in () if found else nodes:
+        yield Verdict(
+            f"a copy of {node.size} bytes reads pinned memory that no tensor of the step holds: "
+            f"{node.source}",
+            where=node_place(seen, node),
+            evidence={"bytes": node.size, "source": str(node.source)},
+            severity="warning",
+        )
 
 
 def _pool_hit(seen: CaptureSeen) -> Iterator[Verdict]:
     told = set()
-    for hit in seen.pool_hits:
+    for hit in pool_hits_of(seen):
         if not hit.freed or hit.where in told:
             continue
         told.add(hit.where)
@@ -206,6 +218,8 @@ def _bad_pointer(seen: CaptureSeen) -> Iterator[Verdict]:
             f"{what} of `{node.title}` is {pointer.address:#x}: {meaning}",
             where=node_place(seen, node),
             evidence={"node": node.title, "holds": what, "space": pointer.space},
+            # a large number of elements may look like an address of a heap that lies low
+            severity=None if pointer.address >= _HIGH else "warning",
         )
 
 

@@ -29,6 +29,12 @@ def _vacuous(seen: CaptureSeen) -> Iterator[Verdict]:
             "before the replay",
             evidence={"replays": len(runs), "inputs": [run.label for run in runs]},
         )
+    if seen.other_answers == 0 and len({run.label for run in runs}) > 1:
+        yield Verdict(
+            "the right answer is the same for all inputs: a graph that ignores its inputs passes",
+            evidence={"inputs": list(dict.fromkeys(run.label for run in runs))},
+            fix="Let refill() write other inputs for another seed.",
+        )
 
 
 def _step_failed(seen: CaptureSeen) -> Iterator[Verdict]:

@@ -56,8 +56,11 @@ class FallbackObserver:
         self._main = threading.get_ident()
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
         """Record while the context is open; every hook is off again afterwards."""
+        if kinds is not None and "sync" not in kinds:
+            yield
+            return
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sync_warnings(name))
             stack.enter_context(self._trace(name))

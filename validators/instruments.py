@@ -24,6 +24,8 @@ from cuverify.validators.observations import (
 from cuverify.validators.places import place_in
 from cuverify.validators.provenance import Landscape, asks_driver, host_ranges
 
+_PIN = "torch.empty(pin_memory=True)"
+
 
 class NoInstruments:
     """None of them: only what runs and replays show. Also the form of the others."""
@@ -51,8 +53,8 @@ class NoInstruments:
         return ()
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Observe while the context is open."""
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
+        """Observe while the context is open: calls of some kinds, or all of interest."""
         yield
 
     @contextlib.contextmanager
@@ -131,16 +133,26 @@ class Instruments(NoInstruments):
         return self._observer.trouble  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Observe while the context is open."""
+    def phase(self, name: str, kinds: frozenset[str] | None = None) -> Iterator[None]:
+        """Observe while the context is open: calls of some kinds, or all of interest."""
         calls = self._observer.calls
         first = len(calls)
         before = Landscape(self._torch.cuda.memory_snapshot())
+        pinned = self._pinned_requests()
         try:
-            with self._observer.phase(name):
+            with self._observer.phase(name, kinds):
                 yield
         finally:
             self._learn_widths()
+            served = self._pinned_requests() - pinned
+            if (
+                served > 0
+                and not kinds
+                and not any(call.kind == "host_alloc" for call in calls[first:])
+            ):
+                # out of torch's cache of pinned blocks, so without a call
+                detail = f"{served} block(s) out of torch's cache"
+                calls.append(CallSeen(_PIN, "host_alloc", name, detail=detail))
             # torch's own allocations are legal inside a capture: tell them by their segments
             if any(call.kind in ("alloc", "free") for call in calls[first:]):
                 after = Landscape(self._torch.cuda.memory_snapshot())
@@ -154,6 +166,14 @@ class Instruments(NoInstruments):
     def wide_arguments(self) -> tuple[WideArgumentSeen, ...]:
         """Python floats that were passed for parameters of 4 bytes, each once."""
         return tuple(dict.fromkeys(getattr(self._observer, "wide", ())))
+
+    def _pinned_requests(self) -> int:
+        """Return how many pinned blocks torch has given out since the process began."""
+        try:
+            stats = self._torch.cuda.memory.host_memory_stats()
+        except Exception:  # older than 2.7
+            return 0
+        return int(stats.get("active_requests.allocated", 0))
 
     def _learn_widths(self) -> None:
         """Ask the driver for the parameters of the functions that were launched."""
@@ -259,15 +279,21 @@ class Instruments(NoInstruments):
 
 
 @contextlib.contextmanager
-def no_garbage_collection() -> Iterator[list[str]]:
+def no_garbage_collection(*, collect: bool = True) -> Iterator[list[str]]:
     """Collect now and not inside: freeing device memory would invalidate a capture.
+
+    Parameters
+    ----------
+    collect : bool
+        False where there was a collection shortly before.
 
     Yields
     ------
     list of str
         Where garbage is collected inside all the same.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     was_enabled = gc.isenabled()
     seen: list[str] = []
 

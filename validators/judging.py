@@ -14,6 +14,7 @@ from cuverify.validators.observations import (
     LaunchSeen,
     NodeSeen,
     PointerSeen,
+    PoolHitSeen,
     TrialSeen,
     is_main,
 )
@@ -63,6 +64,17 @@ def calls_of(
     once: dict[tuple[Any, ...], CallSeen] = {}
     for call in inside:
         once.setdefault((call.where, call.kind, call.api if call.where is None else ""), call)
+    return list(once.values())
+
+
+def pool_hits_of(seen: CaptureSeen) -> list[PoolHitSeen]:
+    """Return what CuPy's pool gave to the captured step, each place once; see `calls_of`."""
+    once: dict[tuple[str | None, int], PoolHitSeen] = {}
+    for hit in sorted(seen.pool_hits, key=lambda hit: hit.phase):
+        if hit.phase != "eager" or capture_failed(seen):
+            once.setdefault((hit.where, hit.size), hit)
+            if hit.freed:
+                once[hit.where, hit.size] = hit
     return list(once.values())
 
 

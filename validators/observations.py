@@ -233,6 +233,8 @@ class CallSeen:
         The memory lies in a segment of torch's allocator.
     detail : str
         More, for a person.
+    pointers : tuple of int
+        For a launch through the driver: the arguments of 8 bytes, 0 in the place of others.
     """
 
     api: str
@@ -249,6 +251,7 @@ class CallSeen:
     error: str = ""
     torch_owned: bool = False
     detail: str = ""
+    pointers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,8 @@ class PoolHitSeen:
     freed : bool
         It was given back before the capture ended, so others get the same memory.
     where : str, optional
+    phase : str
+        ``capture``, or ``eager`` for the run before it.
     """
 
     address: int
@@ -270,6 +275,7 @@ class PoolHitSeen:
     fresh: bool = False
     freed: bool = False
     where: str | None = None
+    phase: str = "capture"
 
 
 @dataclass(frozen=True)
@@ -280,7 +286,8 @@ class AttemptSeen:
     ----------
     name : str
         ``capture`` (the one that is replayed), ``strict`` (on a blocking stream), ``cold`` (on a
-        stream without warm-up), ``double`` (other host values), ``fresh 0`` and ``fresh 2`` (a
+        stream without warm-up), ``same`` (the same inputs once more), ``double`` and ``double
+        again`` (other host values), ``fresh 0`` and ``fresh 2`` (a
         fresh step after that many warm-ups), ``retry thread_local`` and ``retry relaxed`` (in that
         mode, after a failure).
     mode : str
@@ -681,6 +688,8 @@ class CaptureSeen:
     pool : tuple of int, optional
         Private pool of the replayed graph.
     deterministic, has_reference : bool
+    other_answers : int, optional
+        Replays on other inputs whose right answer is not that of the first. None without any.
     gaps : list of (str, str)
         What was not inspected, and why.
     streams : mapping of str to int
@@ -721,6 +730,7 @@ class CaptureSeen:
     pool: tuple[int, int] | None = None
     deterministic: bool = True
     has_reference: bool = True
+    other_answers: int | None = None
     gaps: list[tuple[str, str]] = field(default_factory=list)
     streams: Mapping[str, int] = field(default_factory=dict)
     replayed: str = "capture"

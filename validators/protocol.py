@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
 
     from cuverify.launches import LaunchRecord
 
+# of torch's advice behind a CUDA error, the code's name is worth keeping
+_CODE = re.compile(r"`(cudaError\w+)'")
+_ADVICE = ("Search for", "CUDA kernel errors might", "For debugging consider", "Compile with")
+_ENDINGS = frozenset({"unload", "free", "host_free", "destroy"})
 _RETRIES = ("thread_local", "relaxed")
 
 
@@ -123,6 +130,7 @@ class CaptureProtocol:
         self.base_expected: Mapping[str, Any] = {}
         self.accepted: list[tuple[str, Any]] = []  # other inputs that fit
         self.graph: Any = None
+        self._first_answer: Mapping[str, Any] = {}
         self._step_error: Exception | None = None  # what the step raised inside the capture
         cuda = _torch().cuda
         self._eager_stream = cuda.Stream()
@@ -205,12 +213,16 @@ class CaptureProtocol:
     def _eager_again(self, label: str, batch: Any) -> None:
         self.refill(label, batch)
         self.prepared(label)
-        self.eager_step(label, "eager")
+        with self.tools.pool_hits() as hits:
+            self.eager_step(label, "eager")
+        self.seen.pool_hits += tuple(replace(hit, phase="eager") for hit in hits)
         self.compare("eager again", self.eager_outputs)
 
     def refill(self, label: str, batch: Any, *, may_refuse: bool = False) -> None:
         """Write inputs; `RefusedError` when they do not fit and need not."""
-        with self.stage("refill", label):
+        # what a refill unloads or frees may be what the graph holds
+        observed = self.tools.phase("refill", _ENDINGS) if self.graph else contextlib.nullcontext()
+        with self.stage("refill", label), observed:
             try:
                 self.step.refill(batch)
             except (CaseError, ArgumentError) as error:
@@ -326,7 +338,7 @@ class CaptureProtocol:
                         self.step()
             _synchronize()
         self.seen.armed = armed_modes()
-        held = self._held()
+        held = self.held_addresses()
         graph, attempt = self._attempt("capture", stream, "global", first)
         if graph is None:
             assert attempt.fault is not None
@@ -350,6 +362,7 @@ class CaptureProtocol:
         self.rebinding(held, "capture")
 
     def _double(self, first: tuple[str, Any]) -> None:
+        self._extra("same", self._main_stream, first)
         vary = self.asked("vary", None)
         other = first
         if vary is not None:
@@ -361,9 +374,9 @@ class CaptureProtocol:
             self.gap("double capture", "no other inputs fit, and the step has no vary()")
             return
         try:
-            graph, _ = self._attempt("double", self._main_stream, "global", other)
-            if graph is not None:
-                graph.reset()
+            # twice: a word that differs between equal captures is nobody's value
+            for name in ("double", "double again"):
+                self._extra(name, self._main_stream, other)
         finally:
             if vary is not None:
                 with self.stage("refill", "vary(0)"):
@@ -432,29 +445,22 @@ class CaptureProtocol:
         hits: list[PoolHitSeen] = []
         self._step_error = None
         main = is_main(name)
-        with no_garbage_collection() as collections, warnings.catch_warnings(record=True) as caught:
+        with (
+            no_garbage_collection(collect=main) as collections,
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             try:
-                with (
-                    record_launches() as records,
-                    self.tools.pool_hits() as hits,
-                    cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
-                ):
-                    self._observed(name, run)
-                    if main:
-                        self.seen.capturing_streams |= self._capturing(records)
+                with record_launches() as records, self.tools.pool_hits() as hits:
+                    self._captured(name, run, graph, pool, stream, mode, records)
                 graph.instantiate()
                 _synchronize()
             except Exception as error:
-                first_error = self._step_error or error
-                fault = self.fault("capture", inputs[0], first_error)
-                if first_error is not error:
-                    # the end says what the driver thinks, the step's own error where
-                    fault = _with_second(fault, error)
+                fault = self._capture_fault(inputs[0], error)
             if main:
                 self.seen.collections += tuple(collections)
                 self.seen.warnings = tuple(str(warning.message) for warning in caught)
-                self.seen.pool_hits = tuple(hits)
+                self.seen.pool_hits += tuple(hits)
         launches = tuple(_launch_seen(record) for record in records if record.lane == "device")
         if fault is not None:
             self._after_failure(graph, pool, current, before, private)
@@ -474,14 +480,48 @@ class CaptureProtocol:
         self.seen.attempts.append(seen)
         return graph, seen
 
-    def _observed(self, name: str, run: Callable[[], Any]) -> None:
-        try:
-            with self.tools.phase(name):
-                run()
-        except Exception as error:
-            # the end of an invalidated capture raises, too, and says less
-            self._step_error = error
-            raise
+    def _captured(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        graph: Any,
+        pool: Any,
+        stream: Any,
+        mode: str,
+        records: list[LaunchRecord],
+    ) -> None:
+        """Run the step inside a capture.
+
+        torch.cuda.graph would also empty the allocator's cache, and unmap what a faulty graph of
+        before still reads.
+        """
+        cuda = _torch().cuda
+        _synchronize()
+        with cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode=mode)
+            try:
+                try:
+                    with self.tools.phase(name):
+                        run()
+                except Exception as error:
+                    # the end of an invalidated capture raises, too, and says less
+                    self._step_error = error
+                    raise
+                if is_main(name):
+                    self.seen.capturing_streams |= self._capturing(records)
+            finally:
+                graph.capture_end()
+
+    def _capture_fault(self, label: str, error: Exception) -> Fault:
+        first, self._step_error = self._step_error or error, None
+        fault = self.fault("capture", label, first)
+        if first is not error:
+            # the end says what the driver thinks, the step's own error where
+            fault = _with_second(fault, error)
+        for each in (first, error):
+            # the frames of a failed step hold its tensors
+            traceback.clear_frames(each.__traceback__)
+        return fault
 
     def _after_failure(
         self, graph: Any, pool: Any, current: Any, before: Any, private: int
@@ -540,12 +580,11 @@ class CaptureProtocol:
             for path, tensor in self.asked(name, {}).items():
                 if hasattr(tensor, "data_ptr"):
                     found.append(_tensor_seen(path, role, tensor))
-        found.extend(
-            _tensor_seen(path, "held", tensor) for path, tensor in self._held(step).items()
-        )
+        found.extend(_tensor_seen(path, "held", tensor) for path, tensor in self.held(step).items())
         return tuple(found)
 
-    def _held(self, step: Any = None) -> dict[str, Any]:
+    def held(self, step: Any = None) -> dict[str, Any]:
+        """Return the tensors that the step's code holds. Let go of them soon."""
         roots = (("step", step),) if step is not None else self.asked("code", None)
         if roots is None:
             roots = (("step", self.step),)
@@ -561,13 +600,12 @@ class CaptureProtocol:
 
     def held_addresses(self) -> dict[str, int]:
         """Return the addresses of the tensors that the step's code holds."""
-        return {path: int(tensor.data_ptr()) for path, tensor in self._held().items()}
+        return {path: int(tensor.data_ptr()) for path, tensor in self.held().items()}
 
-    def rebinding(self, before: Mapping[str, Any], during: str) -> None:
+    def rebinding(self, before: Mapping[str, int], during: str) -> None:
         """Record the names that hold another tensor than before."""
         after = self.held_addresses()
-        for path, value in before.items():
-            address = value if isinstance(value, int) else int(value.data_ptr())
+        for path, address in before.items():
             if address and after.get(path, 0) != address:
                 self.seen.rebound += (ReboundSeen(path, address, after.get(path, 0), during),)
 
@@ -602,11 +640,9 @@ class CaptureProtocol:
             self.accepted.append((label, batch))
             if len(self.accepted) == 1:
                 second = kept(self.step.outputs)
-        if len(self.accepted) > 1:
+        if self.accepted:
             # the same inputs behind others: what a refill leaves of those must not matter
-            self._replay(self.accepted[0])
-            if self.seen.deterministic:
-                self.compare("stale", second, subject=self.accepted[0][0])
+            self._stale(second)
         if self.accepted:
             self._replay(first)
             self.compare("restore", self.base)
@@ -619,14 +655,41 @@ class CaptureProtocol:
         self.rebinding(held, "refill")
         expected = self.expected(label, batch)
         before = self.prepared(label)
-        guards = trials.guarded(self) if not self.base else None
+        # a replay may end the process: say now what was seen
+        self.progress(f"replay on {label}")
         self.replay(label)
-        if guards is not None:
-            guards.check(self.seen)
-        if expected is not None:
-            self.seen.replays.append(self.judged(label, before, expected))
-            if not self.base_expected and self.seen.has_reference:
+        if expected is None:
+            return
+        self.seen.replays.append(self.judged(label, before, expected))
+        if not self._first_answer:
+            self._first_answer = expected
+            if self.seen.has_reference:
                 self.base_expected = expected
+        elif may_refuse:
+            differs = _answers_differ(expected, self._first_answer)
+            self.seen.other_answers = (self.seen.other_answers or 0) + int(differs)
+
+    def _stale(self, before: Mapping[str, Any]) -> None:
+        """Replay other inputs once more, behind inputs of zeros where those are known."""
+        label = self.accepted[0][0]
+        inputs = self.asked("inputs", {})
+        if not inputs and len(self.accepted) < 2:
+            return
+        with self.stage("refill", label):
+            for tensor in inputs.values():
+                tensor.zero_()
+        self._replay(self.accepted[0])
+        if self.seen.deterministic:
+            expected = self.reference(label)
+            with self.stage("read", label):
+                found = drifts(
+                    dict(self.step.outputs),
+                    before,
+                    spare=self.spare,
+                    expected=expected,
+                    tolerances=self.tolerances,
+                )
+            self.seen.trials.append(TrialSeen("stale", label, found))
 
     def _last(self, first: tuple[str, Any]) -> None:
         """Run the others without a graph, and then the first inputs in the graph once more."""
@@ -683,6 +746,22 @@ def without(arrays: Mapping[str, Any], spare: Mapping[str, Any]) -> dict[str, An
     return found
 
 
+def _answers_differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether two references differ."""
+    for name, value in one.items():
+        if name not in other:
+            return True
+        left, right = (
+            host_array(each.values if isinstance(each, Bounded) else each)
+            for each in (value, other[name])
+        )
+        if left.data.shape != right.data.shape or not np.array_equal(
+            left.data, right.data, equal_nan=left.data.dtype.kind == "f"
+        ):
+            return True
+    return False
+
+
 def blocking_stream() -> Any:
     """Return a torch stream that waits for the legacy one, None without CuPy."""
     try:
@@ -698,9 +777,13 @@ def blocking_stream() -> Any:
 _blocking: list[Any] = []  # one for the process: torch keeps state by stream
 
 
-def first_lines(text: str, count: int = 3) -> str:
+def first_lines(text: str, count: int = 2) -> str:
     """Shorten an error's text: torch appends a page of advice to a CUDA error."""
-    return " ".join(line.strip() for line in text.strip().splitlines()[:count])
+    lines = [line.strip() for line in text.strip().splitlines()]
+    code = _CODE.search(text)
+    kept = [line for line in lines if not line.startswith(_ADVICE)][:count]
+    short = " ".join(line for line in kept if line)
+    return f"{short} ({code[1]})" if code is not None and code[1] not in short else short
 
 
 def context_lost() -> bool:

@@ -118,7 +118,11 @@ def fill_garbage(tensor: Any, index: Any, *, nan: bool) -> bool:
     if not part.numel():
         return False
     if tensor.is_floating_point():
-        tensor[index] = float("nan") if nan else -3.0e4
+        if nan:
+            tensor[index] = float("nan")
+        else:  # of both signs: a maximum sees one, a minimum the other
+            signs = torch.arange(part.numel(), device=tensor.device) % 2
+            tensor[index] = (3.0e4 - 6.0e4 * signs).to(tensor.dtype).reshape(part.shape)
         return True
     if nan:
         return False

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -351,6 +351,96 @@ def _extent(run: CaptureProtocol, pointer: PointerSeen) -> tuple[int, int]:
     return pointer.block
 
 
+def _beside(run: CaptureProtocol, first: Any) -> None:
+    """Fill what lies beside the outputs and inputs with a pattern, and see whether it stays."""
+    outputs = dict(run.step.outputs)
+    if not all(hasattr(tensor, "untyped_storage") for tensor in outputs.values()):
+        return
+    _fresh(run, first)
+    guards = _guards(run, outputs)
+    try:
+        run.replay(first[0])
+        for guard in guards:
+            guard.check(run)
+    finally:
+        for guard in guards:
+            guard.restore()
+
+
+@dataclass
+class _Guard:
+    """Memory that a replay must leave alone.
+
+    Parameters
+    ----------
+    name, part : str
+        As in `WriteSeen`.
+    bytes : torch.Tensor, optional
+        uint8: all of it, somebody's parts included.
+    free : torch.Tensor, optional
+        Which bytes are nobody's. All of them without it.
+    before : torch.Tensor, optional
+        What to put back.
+    slack : tuple of int
+        Address and bytes behind a tensor instead.
+    """
+
+    name: str
+    part: str
+    bytes: Any = None
+    free: Any = None
+    before: Any = None
+    now: Any = None
+    slack: tuple[int, int] = (0, 0)
+
+    def check(self, run: CaptureProtocol) -> None:
+        if self.bytes is None:
+            data = run.tools.read(*self.slack)
+            changed = np.frombuffer(data or b"", np.uint8) != _GUARD_BYTE
+        else:
+            differs = self.bytes != self.now
+            changed = (differs if self.free is None else differs & self.free).cpu().numpy()
+        _note(run.seen, self.name, self.part, changed)
+
+    def restore(self) -> None:
+        if self.free is not None:
+            self.bytes.copy_(_torch().where(self.free, self.before, self.bytes))
+
+
+def _guards(run: CaptureProtocol, outputs: dict[str, Any]) -> list[_Guard]:
+    torch = _torch()
+    found = []
+    declared = {**outputs, **run.asked("state", {}), **run.asked("scratch", {})}
+    inputs = run.asked("inputs", {})
+    written = {tensor.untyped_storage().data_ptr() for tensor in declared.values()}
+    for name, tensor in inputs.items():
+        if tensor.untyped_storage().data_ptr() not in written and tensor.is_contiguous():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            found.append(_Guard(name, "input", flat, now=flat.clone()))
+    known = [*declared.values(), *inputs.values(), *run.held().values()]
+    storages = set()
+    landscape = run.tools.landscape(())
+    for name, tensor in outputs.items():
+        storage = tensor.untyped_storage()
+        if not tensor.is_cuda or storage.data_ptr() in storages:
+            continue
+        storages.add(storage.data_ptr())
+        if 0 < storage.nbytes() <= _LARGEST:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            free = torch.ones(flat.numel(), dtype=torch.bool, device=tensor.device)
+            for other in known:
+                if other.untyped_storage().data_ptr() == storage.data_ptr():
+                    _mark(free, other)
+            if bool(free.any()):
+                before = flat.clone()
+                flat.copy_(torch.where(free, before ^ _GUARD_BYTE, before))
+                found.append(_Guard(name, "storage", flat, free, before, flat.clone()))
+        slack = _slack(landscape, tensor) if landscape is not None else None
+        if slack is not None and run.tools.fill(*slack, _GUARD_BYTE):
+            found.append(_Guard(name, "behind", slack=slack))
+    return found
+
+
 Trial = Callable[["CaptureProtocol", Any], None]
 
 TRIALS: tuple[tuple[str, Trial], ...] = (("replay again", _again), ("another stream", _stream))
@@ -361,6 +451,7 @@ DEVICE_TRIALS: tuple[tuple[str, Trial], ...] = (
     ("padding", _padding),
     ("scratch", _scratch),
     ("reads behind an input", _behind),
+    ("writes beside the outputs", _beside),
     ("interference", _interference),
     ("pinned memory", _pinned),
     ("private pool", _pool),
@@ -369,69 +460,6 @@ DEVICE_TRIALS: tuple[tuple[str, Trial], ...] = (
     ("hidden memory", _hidden),
 )
 """Those that disturb device memory."""
-
-
-@dataclass
-class Guards:
-    """Memory beside the outputs, before a replay.
-
-    Parameters
-    ----------
-    inputs : dict
-        Copies of the inputs that no output overlaps, and the tensors.
-    storages : dict
-        By output: the elements of its storage, a copy, and which of them are nobody's.
-    slack : dict
-        By output: address and bytes behind it.
-    """
-
-    run: CaptureProtocol
-    inputs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    storages: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
-    slack: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def check(self, seen: CaptureSeen) -> None:
-        """Record what was written all the same."""
-        for name, (tensor, before) in self.inputs.items():
-            _note(seen, name, "input", _changed(tensor, before))
-        for name, (flat, before, free) in self.storages.items():
-            _note(seen, name, "storage", _changed(flat, before) & free)
-        for name, (address, size) in self.slack.items():
-            data = self.run.tools.read(address, size)
-            if data is not None:
-                bytes_now = np.frombuffer(data, np.uint8)
-                _note(seen, name, "behind", bytes_now != _GUARD_BYTE)
-
-
-def guarded(run: CaptureProtocol) -> Guards | None:
-    """Return what must not change in a replay, as it is now; None for outputs of numpy."""
-    outputs = dict(run.step.outputs)
-    if not all(hasattr(tensor, "untyped_storage") for tensor in outputs.values()):
-        return None
-    torch = _torch()
-    found = Guards(run)
-    declared = {**outputs, **run.asked("state", {}), **run.asked("scratch", {})}
-    written = {tensor.untyped_storage().data_ptr() for tensor in declared.values()}
-    for name, tensor in run.asked("inputs", {}).items():
-        small = tensor.numel() * tensor.element_size() <= 4 * _LARGEST
-        if tensor.untyped_storage().data_ptr() not in written and small:
-            found.inputs[name] = (tensor, tensor.clone())
-    landscape = run.tools.landscape(())
-    readers = [*declared.values(), *run.asked("inputs", {}).values()]
-    for name, tensor in outputs.items():
-        storage = tensor.untyped_storage()
-        if tensor.is_cuda and 0 < storage.nbytes() <= _LARGEST:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            free = torch.ones(flat.numel(), dtype=torch.bool, device=tensor.device)
-            for other in readers:
-                if other.untyped_storage().data_ptr() == storage.data_ptr():
-                    _mark(free, other)
-            if bool(free.any()):
-                found.storages[name] = (flat, flat.clone(), free.cpu().numpy())
-        slack = _slack(landscape, tensor) if landscape is not None else None
-        if slack is not None and run.tools.fill(*slack, _GUARD_BYTE):
-            found.slack[name] = slack
-    return found
 
 
 def _mark(free: Any, tensor: Any) -> None:
@@ -464,14 +492,10 @@ def _note(seen: CaptureSeen, name: str, part: str, changed: Any) -> None:
         seen.writes.append(WriteSeen(name, part, count, first))
 
 
-def _changed(tensor: Any, before: Any) -> Any:
-    torch = _torch()
-    one, two = (each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, before))
-    return (one != two).cpu().numpy()
-
-
 def _differs(one: Any, other: Any) -> bool:
-    return bool(_changed(one, other).any())
+    torch = _torch()
+    left, right = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return not bool(torch.equal(left, right))
 
 
 def _fresh(run: CaptureProtocol, first: Any) -> None:
