@@ -62,6 +62,7 @@ _SUBMODULES = frozenset(
         "ops",
         "reference",
         "report",
+        "sglang",
         "sources",
         "static_buffers",
         "strategies",

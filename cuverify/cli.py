@@ -214,6 +214,11 @@ def cli() -> None:
 )
 @_device_option
 @_arch_option
+@click.option(
+    "--runner",
+    metavar="module:Class",
+    help="Judge an attention backend by SGLang's contract instead of cases.",
+)
 def check(
     cases: tuple[str, ...],
     json_file: Path | None,
@@ -221,6 +226,7 @@ def check(
     examples: int | None,
     device: Literal["auto", "cpu", "cuda"],
     archs: tuple[str, ...],
+    runner: str | None,
 ) -> int:
     """Compile, run, compare and capture: the main job.
 
@@ -228,7 +234,18 @@ def check(
     architecture, run on the host lane under the checkers and compared with its oracle. With a GPU
     it also runs there, is captured in a CUDA graph and replayed with changed inputs; without one
     the report says so. CASE is a name, module:CASE or file.py:CASE.
+
+    With --runner a backend is played as SGLang's graph runner would, on the host lane and on a GPU
+    where there is one: cuverify.sglang.contract.VerifyRunner says what the class has.
     """
+    if runner is not None:
+        if cases:
+            raise click.UsageError("--runner takes no CASE: call check twice")
+        from cuverify.sglang.check import check_runner
+
+        with _progress() as progress:
+            report = check_runner(runner, device=device, seed=seed, progress=progress)
+        return _finish(report, json_file)
     from cuverify.check import run_checks
 
     with _progress() as progress:
@@ -241,6 +258,21 @@ def check(
             progress=progress,
         )
     return _finish(report, json_file)
+
+
+@cli.command("lint")
+@click.argument("factory", metavar="module:function")
+@_json_option
+def lint_command(factory: str, json_file: Path | None) -> int:
+    """Look at a step without a GPU for what a capture would not survive.
+
+    The function is named module:function or file.py:function, takes nothing and returns a
+    cuverify.validators.CallableCase, whose tensors may be on the CPU.
+    """
+    from cuverify.validators.api import load_factory
+    from cuverify.validators.lint import lint
+
+    return _finish(lint(load_factory(factory)()), json_file)
 
 
 @cli.command("compile")

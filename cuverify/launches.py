@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,6 +87,8 @@ class LaunchRecord:
         By name: a scalar, a tensor's address, or None.
     owners : tuple
         The tensors themselves: a record keeps them alive.
+    again : callable, optional
+        Launches once more with the same addresses and numbers; of the host lane only.
     """
 
     kernel: str
@@ -98,6 +100,7 @@ class LaunchRecord:
     shared: int
     arguments: Mapping[str, int | float | None]
     owners: tuple[Any, ...]
+    again: Callable[[], None] | None = None
 
 
 _recorders: list[list[LaunchRecord]] = []
@@ -109,7 +112,7 @@ def recording() -> bool:
     return bool(_recorders)
 
 
-def note(launch: Launch, lane: str, stream: int) -> None:
+def note(launch: Launch, lane: str, stream: int, again: Callable[[], None] | None = None) -> None:
     """Give a launch to every recorder that is open."""
     arguments = {
         name: argument.address
@@ -129,6 +132,7 @@ def note(launch: Launch, lane: str, stream: int) -> None:
         launch.shared,
         arguments,
         tuple(tensor.owner for tensor in launch.tensors),
+        again,
     )
     with _lock:
         for recorder in _recorders:
@@ -136,8 +140,13 @@ def note(launch: Launch, lane: str, stream: int) -> None:
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[LaunchRecord]]:
+def record_launches(into: list[LaunchRecord] | None = None) -> Iterator[list[LaunchRecord]]:
     """Record every launch of every thread while the context is open.
+
+    Parameters
+    ----------
+    into : list, optional
+        What to append to, by its own `append`, in the thread that launches; a new list if absent.
 
     Yields
     ------
@@ -151,7 +160,7 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
     >>> [record.kernel for record in records]         # doctest: +SKIP
     ['relocate_check', 'relocate_rows']
     """
-    records: list[LaunchRecord] = []
+    records: list[LaunchRecord] = [] if into is None else into
     with _lock:
         _recorders.append(records)
     try:

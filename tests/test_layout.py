@@ -25,6 +25,7 @@ UPPER = (
     "check",
     "conformance",
     "conformance_inputs",
+    "sglang",
 )
 FACES = ("cli", "notebook")
 # module or package -> what it must not know; a package means everything in it

@@ -14,6 +14,7 @@ from cuverify.validators.callable_case import CallableCase
 from cuverify.validators.capture import CaptureResult, Progress, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
+from cuverify.validators.lint import lint
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
@@ -75,7 +76,7 @@ def validate_callable(
     ArgumentError
         An argument that `CallableCase` refuses, or ``child=True``.
     DeviceError
-        There is no CUDA device.
+        As `validate`: never where the lint can look in place of the capture.
 
     Notes
     -----
@@ -191,13 +192,16 @@ def validate(
     ArgumentError
         ``child=True`` with an object.
     DeviceError
-        There is no CUDA device.
+        There is no CUDA device, and the case is a check case. A `CallableCase` goes to the lint
+        then (`cuverify.validators.lint`), and the coverage says that nothing was captured.
     """
     if isinstance(case, str):
         return validate_factory(case)
     if child:
         raise ArgumentError("child", child, "needs a reference, module:function, and no object")
     if isinstance(case, CallableCase):
+        if not _has_gpu():
+            return lint(case)
         result = capture_and_replay(
             CallableStep(case),
             [(f"seed {each}", each) for each in case.seeds],
@@ -222,6 +226,12 @@ def validate(
         # batches that did not fit the buffers of this one get a graph of their own
         left = [each for each in left[1:] if each[0] in result.seen.skipped]
     return report_of(case.name, results)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]]:

@@ -383,8 +383,8 @@ def _outside(
 def _out_of_bounds(
     actual: NDArray[Any], expected: NDArray[Any], bounds: Bounded
 ) -> NDArray[np.bool_]:
-    left, right = actual.astype(np.float64), expected.astype(np.float64)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # a signalling NaN, or inf - inf
+        left, right = actual.astype(np.float64), expected.astype(np.float64)
         away = np.abs(left - right)
     # what is not finite on both sides has no distance; it is the same or not
     finite = np.isfinite(away)
@@ -416,7 +416,8 @@ def _describe(
     nans = infs = 0
     largest: float | None = None
     if left.dtype.kind in "biuf" and right.dtype.kind in "biuf":
-        floats = left[wrong].astype(np.float64), right[wrong].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            floats = left[wrong].astype(np.float64), right[wrong].astype(np.float64)
         nans = int(np.count_nonzero(np.isnan(floats[0]) & ~np.isnan(floats[1])))
         infs = int(np.count_nonzero(np.isinf(floats[0]) & ~np.isinf(floats[1])))
         with np.errstate(invalid="ignore"):

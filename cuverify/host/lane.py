@@ -177,7 +177,7 @@ class _HostLaunch:
         launch, library = self._launch, self._library(options)
         with library.lock:
             if launches.recording():
-                launches.note(launch, "host", 0)
+                launches.note(launch, "host", 0, self)
             library.api.cuverify_configure(
                 options.checked,
                 SCHEDULES.index(options.schedule),
@@ -198,7 +198,7 @@ class _HostLaunch:
         from cuverify.host.standalone import run_launch
 
         if launches.recording():
-            launches.note(self._launch, "host", 0)
+            launches.note(self._launch, "host", 0, self)
         ending = run_launch(self._launch, options, options.time_limit_s)
         if ending.reports:
             raise CheckerError(self._launch.contract.kernel, ending.reports)

@@ -1,0 +1,319 @@
+"""Our verify attention as an attention backend of SGLang, through both families of hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cuverify.errors import ArgumentError
+from cuverify.sglang.contract import ForwardBatch, ForwardMode, Layer, ModelRunner, VerifyMask
+
+if TYPE_CHECKING:
+    import torch
+
+    from cuverify.ops.verify_attention import AttentionWorkspace
+    from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+
+_WORD = 64
+
+
+@dataclass(eq=False)
+class Metadata:
+    """What one forward pass attends by: views of the tables for its batch size, and the plan.
+
+    Attributes
+    ----------
+    bs : int
+    mask, mask_indptr : tensor
+        The trees' mask and where each request's part of it starts.
+    mask_is_full : bool
+        Its rows have columns for the prefix in front.
+    seq_lens, req_pool_indices, qo_indptr, kv_indices, visible : tensor
+    plan : VerifyPlan
+    workspace : AttentionWorkspace
+    """
+
+    bs: int
+    mask: torch.Tensor
+    mask_indptr: torch.Tensor
+    mask_is_full: bool
+    seq_lens: torch.Tensor
+    req_pool_indices: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    visible: torch.Tensor
+    plan: VerifyPlan
+    workspace: AttentionWorkspace
+
+
+class VerifyBackend:
+    """Tree verification by `cuverify.ops`: a plan made on the device once a step, then attention.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+
+    Attributes
+    ----------
+    forward_metadata : Metadata or None
+        Of the pass that was prepared last.
+    verify_mask : VerifyMask or None
+        The query-only mask that the tree builder fills for graphs; made with the static buffers.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self.device = model_runner.device
+        self.heads = model_runner.num_attention_heads
+        self.latent = model_runner.latent
+        self.draft_tokens = model_runner.speculative_num_draft_tokens
+        self.max_context_len = model_runner.max_context_len
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.forward_metadata: Metadata | None = None
+        self.verify_mask: VerifyMask | None = None
+        self._graph_tables: _Tables | None = None
+
+    # Eager
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan an eager pass with buffers of its own."""
+        tables = _Tables(self, forward_batch.batch_size, forward_batch.seq_lens_sum)
+        spec = forward_batch.spec_info
+        self.forward_metadata = self._load(
+            tables,
+            forward_batch.batch_size,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            spec.custom_mask,
+        )
+        self._plan(self.forward_metadata)
+
+    # Graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the static buffers, sized for every request at the maximal length."""
+        n = self.draft_tokens
+        if max_num_tokens != max_bs * n:
+            raise ArgumentError(
+                "max_num_tokens", max_num_tokens, f"wants {max_bs} requests of {n} draft tokens"
+            )
+        self._graph_tables = _Tables(self, max_bs, max_bs * self.max_context_len)
+        buffer = self._graph_tables.query_mask
+        self.verify_mask = VerifyMask(buffer, "query_only", max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return 1: a padded request has the dummy slot as its prefix."""
+        return 1
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: Any,
+    ) -> None:
+        """Load and plan: the plan is no part of the graph, only its buffers are."""
+        self._load_static(bs, req_pool_indices, seq_lens, spec_info)
+        self._plan(self._metadata)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_sum: int,
+        encoder_lens: torch.Tensor | None,
+        forward_mode: ForwardMode,
+        spec_info: Any,
+        seq_lens_cpu: torch.Tensor | None,
+    ) -> None:
+        """Load and plan, in front of the replay."""
+        self._load_static(bs, req_pool_indices[:bs], seq_lens[:bs], spec_info)
+        self._plan(self._metadata)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Load the step's inputs into the static buffers."""
+        self._load_static(
+            forward_batch.batch_size,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.spec_info,
+        )
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan, recorded: three launches and a few operations on buffers of the graph's own."""
+        self._plan(self._metadata)
+
+    # Attention
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Layer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Write the drafts' rows to their slots and attend. See `contract.VerifyRunner`."""
+        import torch
+
+        from cuverify.ops.verify_attention import VerifyAttention
+
+        metadata = self._metadata
+        tokens = metadata.bs * self.draft_tokens
+        pool = forward_batch.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        out = torch.empty((tokens, self.heads, self.latent), dtype=q.dtype, device=q.device)
+        lse = torch.empty((tokens, self.heads), dtype=torch.float32, device=q.device)
+        attend = VerifyAttention(
+            q,
+            pool.get_key_buffer(layer.layer_id),
+            out,
+            lse,
+            plan=metadata.plan,
+            visible=metadata.visible,
+            sm_scale=layer.scaling,
+            out_cache_loc=forward_batch.out_cache_loc,
+            workspace=metadata.workspace,
+        )
+        attend()
+        return out
+
+    # Parts
+
+    @property
+    def _metadata(self) -> Metadata:
+        if self.forward_metadata is None:
+            raise ArgumentError("forward_metadata", None, "no pass was prepared")
+        return self.forward_metadata
+
+    def _load_static(
+        self, bs: int, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, spec_info: Any
+    ) -> None:
+        if self._graph_tables is None:
+            raise ArgumentError("bs", bs, "init_cuda_graph_state was not called")
+        self.forward_metadata = self._load(
+            self._graph_tables, bs, req_pool_indices, seq_lens, spec_info.custom_mask
+        )
+
+    def _load(
+        self,
+        tables: _Tables,
+        bs: int,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        custom_mask: torch.Tensor,
+    ) -> Metadata:
+        """Copy a step's inputs into tables; what they had behind it stays."""
+        n = self.draft_tokens
+        tables.seq_lens[:bs].copy_(seq_lens)
+        tables.req_pool_indices[:bs].copy_(req_pool_indices)
+        query_only = custom_mask.data_ptr() == tables.query_mask.data_ptr()
+        if not query_only:
+            tables.mask[: custom_mask.numel()].copy_(custom_mask)
+            tables.mask_indptr[1 : bs + 1].copy_((n * (seq_lens + n)).cumsum(0))
+        return Metadata(
+            bs=bs,
+            mask=tables.query_mask if query_only else tables.mask,
+            mask_indptr=tables.query_indptr if query_only else tables.mask_indptr,
+            mask_is_full=not query_only,
+            seq_lens=tables.seq_lens[:bs],
+            req_pool_indices=tables.req_pool_indices[:bs],
+            qo_indptr=tables.qo_indptr[: bs + 1],
+            kv_indices=tables.kv_indices,
+            visible=tables.visible[: bs * n],
+            plan=tables.plan(bs),
+            workspace=tables.attention_workspace,
+        )
+
+    def _plan(self, metadata: Metadata) -> None:
+        metadata.visible.copy_(self._visible(metadata))
+        metadata.plan()
+
+    def _visible(self, metadata: Metadata) -> torch.Tensor:
+        """Return who sees whom as words: int64, shape (B n, W), from the trees' mask."""
+        import torch
+
+        n, bs = self.draft_tokens, metadata.bs
+        node = torch.arange(n, device=metadata.mask.device)
+        prefix = metadata.seq_lens if metadata.mask_is_full else torch.zeros_like(metadata.seq_lens)
+        row = metadata.mask_indptr[:bs, None] + node * (prefix[:, None] + n) + prefix[:, None]
+        # a padded request's part is stale, and may lie behind the end of a short mask
+        at = (row[:, :, None] + node).clamp_(max=metadata.mask.numel() - 1)
+        seen = metadata.mask[at.reshape(-1)].reshape(bs * n, n) != 0
+        words = metadata.visible.shape[1]
+        bit = torch.ones_like(node) << (node % _WORD)
+        parts = [
+            (seen[:, _WORD * word : _WORD * (word + 1)] * bit[_WORD * word : _WORD * (word + 1)])
+            .sum(1)
+            for word in range(words)
+        ]  # fmt: skip
+        return torch.stack(parts, 1)
+
+
+class _Tables:
+    """Buffers for up to so many requests, and the plans that write them, one a batch size."""
+
+    def __init__(self, backend: VerifyBackend, max_bs: int, listed: int) -> None:
+        import torch
+
+        n, device = backend.draft_tokens, backend.device
+        self._backend, self._max_bs = backend, max_bs
+        self._plans: dict[int, VerifyPlan] = {}
+
+        def zeros(length: int, dtype: Any = torch.int64) -> Any:
+            return torch.zeros(length, dtype=dtype, device=device)
+
+        self.seq_lens = zeros(max_bs)
+        self.req_pool_indices = zeros(max_bs)
+        self.qo_indptr = torch.arange(0, (max_bs + 1) * n, n, device=device)
+        self.kv_indices = zeros(max(1, listed))
+        self.mask = zeros(max_bs * n * (backend.max_context_len + n), torch.uint8)
+        self.mask_indptr = zeros(max_bs + 1)
+        self.query_mask = zeros(max_bs * n * n, torch.uint8)
+        self.query_indptr = torch.arange(0, (max_bs + 1) * n * n, n * n, device=device)
+        self.visible = zeros(max_bs * n * -(-n // _WORD)).reshape(max_bs * n, -1)
+        self.plan_workspace = self._plan_workspace(max_bs)
+        self.attention_workspace = self._attention_workspace()
+
+    def plan(self, bs: int) -> VerifyPlan:
+        """Return the plan of a batch size; all of them write the same buffers."""
+        from cuverify.ops.verify_plan import VerifyPlan
+
+        backend = self._backend
+        if bs not in self._plans:
+            n = backend.draft_tokens
+            self._plans[bs] = VerifyPlan(
+                self.seq_lens[:bs],
+                self.qo_indptr[: bs + 1],
+                heads=backend.heads,
+                max_tokens=bs * n,
+                max_tree_tokens=n,
+                workspace=self.plan_workspace,
+                kv_indices=self.kv_indices,
+                req_to_token=backend.req_to_token,
+                req_pool_indices=self.req_pool_indices[:bs],
+            )
+        return self._plans[bs]
+
+    def _plan_workspace(self, max_bs: int) -> PlanWorkspace:
+        from cuverify.ops.verify_plan import PlanWorkspace
+
+        return PlanWorkspace.allocate(
+            self.seq_lens,
+            max_batch=max_bs,
+            max_tokens=max_bs * self._backend.draft_tokens,
+            heads=self._backend.heads,
+        )
+
+    def _attention_workspace(self) -> AttentionWorkspace:
+        from cuverify.ops.verify_attention import AttentionWorkspace
+
+        largest = self.plan(self._max_bs)
+        return AttentionWorkspace.allocate(self.seq_lens, plan=largest, latent=self._backend.latent)
