@@ -36,6 +36,7 @@ _EXPORTS = {
 }
 _SUBMODULES = frozenset(
     {
+        "baseline",
         "bench",
         "benches",
         "buffers",
@@ -49,6 +50,7 @@ _SUBMODULES = frozenset(
         "datasets",
         "device",
         "diagnostics",
+        "draft_batch",
         "drawing",
         "env",
         "errors",
