@@ -16,13 +16,14 @@
 // float64: a first child adds its own to its parent's, a sibling subtracts that of the sibling in
 // front and adds its own. Taken is, again and again, the node of most mass that is the first child
 // of one that is taken, or its next sibling; of equal masses that whose path of ranks comes first
-// in lexicographic order. A row of log-probabilities ends in front of its first NaN or infinity.
-// Tokens are copied, whatever they are, repeated ones too.
+// in lexicographic order. A row of log-probabilities ends in front of its first NaN or infinity; one
+// above 0 counts as 0. Tokens are copied, whatever they are, repeated ones too.
 //
 // How. One warp grows the tree: a chain of siblings has one candidate at a time, so candidates are
 // as many as nodes, and lane l keeps those of parents l, l + 32, ... in registers. While the warp
 // finds the largest mass, each lane works out what would follow its own best candidate. Then all
-// warps write.
+// warps write. Kept is what a path has lost, the mass with its sign changed: never below 0, so that
+// its bits as a whole number are in its order; infinite where there is no candidate.
 //
 // What is wrong with a request is said in its status, and its tree is the root alone. All outputs
 // are written completely by every launch; no host reads, no allocation; every buffer is the caller's.
@@ -38,9 +39,9 @@
 #ifndef SEQ_INDEX
 #define SEQ_INDEX int
 #endif
-// candidates of a lane: n is at most 32 SLOTS
+// candidates of a lane: n is at most 32 SLOTS + 1
 #ifndef SLOTS
-#define SLOTS 3
+#define SLOTS 2
 #endif
 #ifndef TREE_THREADS
 #define TREE_THREADS 128
@@ -98,77 +99,65 @@ __device__ bool precedes(const unsigned* nodes, unsigned a, unsigned b) {
 
 __device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// Masses as whole numbers in the same order, -0 as 0; 0 is no candidate.
-__device__ unsigned long long key_of(double mass) {
-    const long long bits = __double_as_longlong(mass + 0.0);
-    const unsigned long long key =
-        static_cast<unsigned long long>(bits) ^
-        (static_cast<unsigned long long>(bits >> 63) | 0x8000000000000000ull);
-    return mass > minus_infinity() ? key : 0;
-}
-__device__ double mass_of(unsigned long long key) {
-    const unsigned long long flipped = key >> 63 ? 0x8000000000000000ull : ~0ull;
-    return __longlong_as_double(static_cast<long long>(key ^ flipped));
-}
+constexpr long long INFINITE = 0x7ff0000000000000ll;  // bits of what no candidate has lost
 
-// Grows a tree in one warp; returns its nodes. `scores` has rows of k + 1, the last of each and the
-// first behind all rows -inf. `nodes`, `first_child` and `next_sibling` have room for n, the links
-// hold -1.
-__device__ int grow(const double* scores, int k, int n, unsigned* nodes, int* first_child,
-                    int* next_sibling) {
+// Grows a tree in one warp; returns its nodes. `scores` has rows of k + 1, none above 0, the last
+// of each and the first behind all rows -inf. `nodes` has room for n words, each with the sibling
+// in front of the node.
+__device__ int grow(const double* scores, int depth, int k, int n, unsigned* nodes) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
-    unsigned long long keys[SLOTS];
+    long long lost[SLOTS];
     unsigned words[SLOTS];
 #pragma unroll
     for (int j = 0; j < SLOTS; ++j) {
-        keys[j] = 0;
+        lost[j] = INFINITE;
         words[j] = node_word(0, 0, 1);
     }
     if (lane == 0) {
-        keys[0] = key_of(scores[0]);
+        lost[0] = __double_as_longlong(0.0 - scores[0]);
         nodes[0] = 0;
     }
     int size = 1;
     for (; size < n; ++size) {
-        unsigned long long best = 0;
-        unsigned word = node_word(0, 0, 1);
+        long long least = lost[0];
+        unsigned word = words[0];
+#pragma unroll
+        for (int j = 1; j < SLOTS; ++j) {
+            const bool less = lost[j] < least;
+            least = less ? lost[j] : least;
+            word = less ? words[j] : word;
+        }
+        const int high = static_cast<int>(least >> 32);
+        const int lowest = __reduce_min_sync(ALL_LANES, high);
         int equals = 0;
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
-            const bool above = keys[j] > best;
-            best = above ? keys[j] : best;
-            word = above ? words[j] : word;
+            equals += static_cast<int>(lost[j] >> 32) == high;
         }
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j) {
-            equals += keys[j] >> 32 == best >> 32;
-        }
-        unsigned long long sibling, child;
+        double sibling, child;
         auto look_ahead = [&] {
-            const double mass = mass_of(best);
-            const double* row = scores + (depth_of(word) - 1) * (k + 1) + rank_of(word);
-            sibling = key_of(mass - row[0] + row[1]);
-            child = key_of(mass + scores[depth_of(word) * (k + 1)]);
+            const double own = __longlong_as_double(least);
+            const double* row = scores + (depth_of(word) - 1) * (k + 1);
+            const double* score = row + rank_of(word);
+            sibling = own + score[0] - score[1];
+            child = own - row[k + 1];
         };
         look_ahead();
-
-        const unsigned high = static_cast<unsigned>(best >> 32);
-        const unsigned highest = __reduce_max_sync(ALL_LANES, high);
-        if (highest == 0) {
+        if (lowest == static_cast<int>(INFINITE >> 32)) {
             break;
         }
-        const unsigned tied = __ballot_sync(ALL_LANES, high == highest);
-        const unsigned twins = __ballot_sync(ALL_LANES, high == highest && equals > 1);
+        const unsigned tied = __ballot_sync(ALL_LANES, high == lowest);
+        const unsigned twins = __ballot_sync(ALL_LANES, high == lowest && equals > 1);
         int winner = __ffs(static_cast<int>(tied)) - 1;
-        if ((tied & (tied - 1)) != 0 || twins != 0) {
-            const unsigned low =
-                __reduce_max_sync(ALL_LANES, high == highest ? static_cast<unsigned>(best) : 0u);
-            const unsigned long long largest = static_cast<unsigned long long>(highest) << 32 | low;
+        if (((tied & (tied - 1)) | twins) != 0) {
+            const unsigned low = __reduce_min_sync(
+                ALL_LANES, high == lowest ? static_cast<unsigned>(least) : 0xffffffffu);
+            const long long best = static_cast<long long>(lowest) << 32 | low;
             __syncwarp();  // the nodes that lane 0 has written
             bool has = false;
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j) {
-                if (keys[j] == largest && (!has || precedes(nodes, words[j], word))) {
+                if (lost[j] == best && (!has || precedes(nodes, words[j], word))) {
                     has = true;
                     word = words[j];
                 }
@@ -187,25 +176,24 @@ __device__ int grow(const double* scores, int k, int n, unsigned* nodes, int* fi
             }
         }
         const unsigned taken = __shfl_sync(ALL_LANES, word, winner);
-        const unsigned long long below = __shfl_sync(ALL_LANES, child, winner);
+        const long long below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
         if (lane == 0) {
-            nodes[size] = taken & NODE_BITS;
-            int* link = rank_of(taken) == 0 ? first_child + parent_of(taken)
-                                            : next_sibling + sibling_of(taken);
-            *link = size;
+            nodes[size] = taken;
         }
+        // What would be behind the last rank or depth has lost everything; its word stays inside.
+        const unsigned beside = (taken & NODE_BITS) + (rank_of(taken) + 1 < k ? 1u << 10 : 0u);
+        const unsigned under = node_word(size, 0, min(depth_of(taken) + 1, depth));
         // The winner is the lane of the parent: it has looked its sibling up itself.
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             const int slot = j * LANES + lane;
             if (slot == parent_of(taken)) {
-                keys[j] = sibling;
-                words[j] = ((taken & NODE_BITS) + node_word(0, 1, 0)) | static_cast<unsigned>(size)
-                                                                            << 22;
+                lost[j] = __double_as_longlong(sibling);
+                words[j] = beside | static_cast<unsigned>(size) << 22;
             }
             if (slot == size) {
-                keys[j] = below;
-                words[j] = node_word(size, 0, depth_of(taken) + 1);
+                lost[j] = below;
+                words[j] = under;
             }
         }
     }
@@ -257,6 +245,28 @@ __device__ void write_views(const Views& to, int b, int n, int words, int size, 
     }
 }
 
+// Links the children of all nodes in ascending order, in one warp: 32 nodes at a time from the last
+// to the first, those of one parent among them in front of its children behind.
+__device__ void link_children(const int* parents, int size, int* first_child, int* next_sibling) {
+    const int lane = static_cast<int>(threadIdx.x) % LANES;
+    for (int begin = (size - 1) / LANES * LANES; begin >= 0; begin -= LANES) {
+        const int node = begin + lane;
+        const bool child = node > 0 && node < size;
+        const int parent = child ? parents[node] : -1;
+        const unsigned same = __match_any_sync(ALL_LANES, parent);
+        const unsigned behind = lane == LANES - 1 ? 0u : same >> (lane + 1);
+        if (child) {
+            next_sibling[node] =
+                behind != 0 ? node + __ffs(static_cast<int>(behind)) : first_child[parent];
+        }
+        __syncwarp();
+        if (child && (same & ((1u << lane) - 1)) == 0) {
+            first_child[parent] = node;
+        }
+        __syncwarp();
+    }
+}
+
 __device__ void write_status(int* status, int b, unsigned fault) {
     status[2 * b] = fault == NO_FAULT ? BUILT : static_cast<int>(fault % CODES);
     status[2 * b + 1] = fault == NO_FAULT ? -1 : static_cast<int>(fault / CODES);
@@ -290,7 +300,7 @@ __device__ void write_status(int* status, int b, unsigned fault) {
 // @param sizes          write int32 [batch]                  nodes of each tree
 // @param status         write int32 [batch, 2]               code; depth x k + rank at fault, or -1
 // @block TREE_THREADS
-// @shared 8 * ((depth + 1) * (k + 1) + 1) + 12 * n + 64
+// @shared 8 * ((depth + 1) * (k + 1) + depth * k) + 12 * n + 80
 extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     tree_build(const float* __restrict__ logprobs, const TOKEN_INDEX* __restrict__ token_ids,
                const long long* __restrict__ root_tokens, const SEQ_INDEX* __restrict__ seq_lens,
@@ -300,45 +310,61 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
                int* sizes, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, double, scores, (depth + 1) * (k + 1));
+    CARVE(cursor, long long, ids, depth* k);
     CARVE(cursor, unsigned, nodes, n);
     CARVE(cursor, int, children, n);
     CARVE(cursor, int, siblings, n);
     SHARED_ARRAY(unsigned, fault, [1]);
     SHARED_ARRAY(int, grown, [1]);
+    constexpr int UNROLL = 4;
     const int thread = static_cast<int>(threadIdx.x);
     const int b = static_cast<int>(blockIdx.x);
-    const long long from = static_cast<long long>(b) * depth * k;
+    const int table = depth * k;
+    const long long from = static_cast<long long>(b) * table;
+    const long long seq_len = static_cast<long long>(seq_lens[b]);
+    const long long root = root_tokens[b];
 
     if (thread == 0) {
         fault[0] = NO_FAULT;
     }
+    for (int level = thread; level <= depth; level += TREE_THREADS) {
+        scores[level * (k + 1) + (level < depth ? k : 0)] = minus_infinity();
+    }
     for (int node = thread; node < n; node += TREE_THREADS) {
         children[node] = siblings[node] = -1;
     }
-    __syncthreads();
-    for (int i = thread; i < (depth + 1) * (k + 1); i += TREE_THREADS) {
-        const int level = i / (k + 1);
-        const int rank = i % (k + 1);
-        float score = minus_infinity();
-        if (level < depth && rank < k) {
-            score = logprobs[from + level * k + rank];
-            if (!(score < -minus_infinity())) {
-                score = minus_infinity();
-                atomicMin(&fault[0],
-                          static_cast<unsigned>((level * k + rank) * CODES + NOT_FINITE));
+    // All loads of a thread are under way before the first is waited for.
+    unsigned own_fault = NO_FAULT;
+    for (int first = thread; first < table; first += UNROLL * TREE_THREADS) {
+        float score[UNROLL];
+        long long id[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const int at = min(first + i * TREE_THREADS, table - 1);
+            score[i] = logprobs[from + at];
+            id[i] = static_cast<long long>(token_ids[from + at]);
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const int at = first + i * TREE_THREADS;
+            if (at < table) {
+                const bool known = score[i] < -minus_infinity();
+                scores[at + at / k] = known ? min(score[i], 0.0f) : minus_infinity();
+                ids[at] = id[i];
+                if (!known) {
+                    own_fault = min(own_fault, static_cast<unsigned>(at * CODES + NOT_FINITE));
+                }
             }
         }
-        scores[i] = score;
     }
-    const long long seq_len = static_cast<long long>(seq_lens[b]);
-    const long long root = root_tokens[b];
     __syncthreads();
+    if (own_fault != NO_FAULT) {
+        atomicMin(&fault[0], own_fault);
+    }
     if (thread < LANES) {
-        const int size = grow(scores, k, n, nodes, children, siblings);
+        const int size = grow(scores, depth, k, n, nodes);
         if (thread == 0) {
             grown[0] = size;
-            sizes[b] = size;
-            write_status(status, b, fault[0]);
         }
     }
     __syncthreads();
@@ -348,13 +374,20 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
         const long long i = static_cast<long long>(b) * n + node;
         const bool drafted = node > 0 && node < size;
         const unsigned word = drafted ? nodes[node] : 0;
-        tokens[i] =
-            drafted
-                ? static_cast<long long>(token_ids[from + (depth_of(word) - 1) * k + rank_of(word)])
-                : root;
+        if (drafted) {
+            int* link =
+                rank_of(word) == 0 ? children + parent_of(word) : siblings + sibling_of(word);
+            *link = node;
+        }
+        tokens[i] = drafted ? ids[(depth_of(word) - 1) * k + rank_of(word)] : root;
         parents[i] = drafted ? parent_of(word) : -1;
         ranks[i] = drafted ? rank_of(word) : -1;
     }
+    if (thread == 0) {
+        sizes[b] = size;
+        write_status(status, b, fault[0]);
+    }
+    __syncthreads();
     write_views({depths, positions, retrieve_index, next_token, next_sibling, visible}, b, n, words,
                 size, seq_len, children, siblings,
                 [&](int node) { return parent_of(nodes[node]); });
@@ -401,8 +434,7 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
         fault[0] = sized ? NO_FAULT : BAD_SIZE;
     }
     for (int node = thread; node < n; node += TREE_THREADS) {
-        children[node] = MAX_NODES;
-        siblings[node] = -1;
+        children[node] = siblings[node] = -1;
     }
     __syncthreads();
     for (int node = thread; node < size; node += TREE_THREADS) {
@@ -416,8 +448,6 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
             code = BAD_PARENT;
         } else if (parent >= node) {
             code = PARENT_BEHIND;
-        } else {
-            atomicMin(&children[parent], node);
         }
         if (code != BUILT && sized) {
             atomicMin(&fault[0], static_cast<unsigned>(node * CODES + code));
@@ -425,21 +455,9 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
         above[node] = parent;
     }
     __syncthreads();
-    if (fault[0] != NO_FAULT) {
-        size = 1;
-    }
-    for (int node = 1 + thread; node < size; node += TREE_THREADS) {
-        const int parent = above[node];
-        for (int other = node + 1; other < size; ++other) {
-            if (above[other] == parent) {
-                siblings[node] = other;
-                break;
-            }
-        }
-    }
-    for (int node = thread; node < n; node += TREE_THREADS) {
-        const int child = children[node];
-        children[node] = child < size ? child : -1;
+    size = fault[0] == NO_FAULT ? size : 1;
+    if (thread < LANES) {
+        link_children(above, size, children, siblings);
     }
     if (thread == 0) {
         write_status(status, b, fault[0]);

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _POISON = 0x5A
 _UNMASKED = 0xA5  # what the mask holds where nobody writes
-# (depth, k, nodes): a word, two, many; a warp's lanes once, three times, nine and 32 times
+# (depth, k, nodes): a word, two, many; a warp's lanes once and several times
 _SHAPES = ((1, 1, 2), (7, 8, 33), (15, 16, 65), (3, 64, 129), (2, 5, 40), (32, 2, 17), (15, 4, 257))
 _LONGEST = 300  # of a prefix, where a full mask is written on the host lane
 

@@ -30,7 +30,7 @@ MAX_RANKS = 64
 MAX_BATCH = 65_535
 """Most requests of a launch."""
 
-_SLOTS = (1, 3, 9, 32)  # candidates of a lane; few variants, so that few are compiled
+_SLOTS = (1, 2, 4, 8, 32)  # candidates of a lane; few variants, so that few are compiled
 _MODES: dict[MaskMode, int] = {"full": 0, "query_only": 1, "bit_packed": 2}
 _MASK_CTAS = 64  # of a request
 
@@ -224,7 +224,8 @@ class TreeBuild:
         refuse_overlap(list(held.values()), list(given.values()))
         device_of([*given.values(), *held.values()])
         kernel = tree_kernels(
-            SLOTS=next(slots for slots in _SLOTS if 32 * slots >= n),
+            TREE_THREADS=_threads(n),
+            SLOTS=next(slots for slots in _SLOTS if 32 * slots >= n - 1),
             TOKEN_INDEX=index_ctype(given["token_ids"]),
             SEQ_INDEX=index_ctype(given["seq_lens"]),
             **(values or {}),
@@ -272,7 +273,9 @@ class TreeLinks:
         held, n, words = _held(trees, batch)
         refuse_overlap(list(held.values()), [lengths])
         device_of([lengths, *held.values()])
-        kernel = tree_kernels(SEQ_INDEX=index_ctype(lengths), **(values or {}))["tree_links"]
+        kernel = tree_kernels(
+            TREE_THREADS=_threads(n), SEQ_INDEX=index_ctype(lengths), **(values or {})
+        )["tree_links"]
         self.trees = trees
         self.launch = kernel.bind(
             batch, number_of(kernel, "TREE_THREADS"),
@@ -429,6 +432,11 @@ def _held(trees: TreeBuffers, batch: int) -> tuple[dict[str, Tensor], int, int]:
                 f"wants shape {list(buffer.shape)}, contiguous, for {batch} trees of {n} nodes",
             )
     return held, n, words
+
+
+def _threads(n: int) -> int:
+    """Return the threads of a block: a node each of most trees, more only where it takes many."""
+    return 128 if n <= 256 else 512
 
 
 def _batch(tensor: Tensor) -> int:

@@ -189,7 +189,7 @@ def tree_build(
     Parameters
     ----------
     logprobs : array_like of float32, shape (B, depth, k)
-        A row ends in front of its first NaN or infinity.
+        A row ends in front of its first NaN or infinity; what is above 0 counts as 0.
     token_ids : array_like of int, shape (B, depth, k)
     root_tokens, seq_lens : array_like of int, shape (B,)
     num_tokens : int
@@ -214,7 +214,8 @@ def tree_build(
     }
     for request, rows in enumerate(table):
         ended = np.logical_or.accumulate(~np.isfinite(rows), axis=1)
-        tree = _grow(np.where(ended, -np.inf, rows), ids[request], num_tokens - 1, 0)
+        usable = np.minimum(np.where(ended, -np.inf, rows), 0)
+        tree = _grow(usable, ids[request], num_tokens - 1, 0)
         size = made["sizes"][request] = len(tree.parents)
         made["parents"][request, :size] = tree.parents
         made["ranks"][request, :size] = tree.ranks
