@@ -36,6 +36,7 @@ _EXPORTS = {
 }
 _SUBMODULES = frozenset(
     {
+        "accept_batch",
         "baseline",
         "bench",
         "benches",

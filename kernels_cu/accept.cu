@@ -70,8 +70,8 @@ __device__ float largest_of(unsigned word) {
     return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 #else
-using Bits = unsigned;
-__device__ float logit(Bits bits) { return __uint_as_float(bits); }
+using Bits = float;
+__device__ float logit(Bits value) { return value; }
 __device__ float largest_of(unsigned word) { return __uint_as_float(word); }
 #endif
 
