@@ -1,8 +1,8 @@
 """How long acceptance takes: argmax over the vocabulary, the greedy walk, the sampled one.
 
 A vocabulary of 163,840 tokens, as Kimi K2 has it. In one replayed graph with a cold L2 cache;
-beside argmax and the walk what torch and a Python loop take for the same. The floor of argmax is reading
-the logits, at copy speed; a walk reads so little that the launch is what counts.
+beside argmax and the walk what torch and a Python loop take for the same. The floor of argmax is
+reading the logits, at copy speed; a walk reads so little that the launch is what counts.
 """
 
 from __future__ import annotations
