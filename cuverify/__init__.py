@@ -73,6 +73,7 @@ _SUBMODULES = frozenset(
         "step_workload",
         "strategies",
         "tolerances",
+        "timeline",
         "torch_oracle",
         "tree",
         "validators",

@@ -128,7 +128,8 @@ class DrawnVerifyStep:
 
     Parameters
     ----------
-    batch : StepBatch
+    batch : StepBatch or None
+        None leaves the buffers zeroed, for the caller to fill.
     sizes : StepSizes
     xp : {"numpy", "torch-cuda"}
         Where the buffers are.
@@ -137,12 +138,18 @@ class DrawnVerifyStep:
     """
 
     def __init__(
-        self, batch: StepBatch, sizes: StepSizes, xp: Target, *, num_ctas: int | None = None
+        self,
+        batch: StepBatch | None,
+        sizes: StepSizes,
+        xp: Target,
+        *,
+        num_ctas: int | None = None,
     ) -> None:
         self.sizes = sizes
         self.tensors = StepTensors.allocate(static_buffer(xp, (1,), "int64"), sizes)
         self.step = VerifyStep(self.tensors, sizes, sm_scale=SM_SCALE, num_ctas=num_ctas)
-        self.refill(batch)
+        if batch is not None:
+            self.refill(batch)
 
     @property
     def outputs(self) -> Mapping[str, Any]:

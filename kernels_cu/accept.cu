@@ -353,7 +353,8 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
 
 namespace {
 
-constexpr int EACH = 4;                // probabilities of a lane
+constexpr int EACH = 4;  // probabilities of a lane
+constexpr int AHEAD = 4;
 constexpr int SEGMENT = LANES * EACH;  // of a warp: neighbours
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / LANES;
 
@@ -382,19 +383,33 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % LANES;
     const int count = (vocab + SEGMENT - 1) / SEGMENT;
-    for (int segment = thread / LANES; segment < count; segment += SAMPLE_WARPS) {
-        double sum = 0;
+    // the loads of several segments are under way before the first sum
+    for (int begin = thread / LANES; begin < count; begin += AHEAD * SAMPLE_WARPS) {
+        float weights[AHEAD][EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int token = segment * SEGMENT + lane * EACH + i;
-            sum += token < vocab ? rest(token) : 0.0f;
+        for (int ahead = 0; ahead < AHEAD; ++ahead) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int segment = begin + ahead * SAMPLE_WARPS;
+                const int token = segment * SEGMENT + lane * EACH + i;
+                weights[ahead][i] = token < vocab ? rest(token) : 0.0f;
+            }
         }
 #pragma unroll
-        for (int distance = LANES / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-        }
-        if (lane == 0) {
-            segments[segment] = sum;
+        for (int ahead = 0; ahead < AHEAD; ++ahead) {
+            double sum = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                sum += weights[ahead][i];
+            }
+#pragma unroll
+            for (int distance = LANES / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+            }
+            const int segment = begin + ahead * SAMPLE_WARPS;
+            if (lane == 0 && segment < count) {
+                segments[segment] = sum;
+            }
         }
     }
     if (thread == 0) {

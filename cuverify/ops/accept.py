@@ -342,9 +342,9 @@ def _checked(
 
 
 def _pieces(device: str, rows: int, vocab: int) -> int:
-    """Return how many blocks share a row: enough to fill the GPU, none with too little to do."""
+    """Return how many blocks share a row: they fill the GPU once, none with too little to do."""
     count = multiprocessors(device)
-    wanted = 3 if count is None else -(-_CTAS_PER_MULTIPROCESSOR * count // rows)
+    wanted = 3 if count is None else _CTAS_PER_MULTIPROCESSOR * count // rows
     return max(1, min(wanted, -(-vocab // _PIECE_LOGITS)))
 
 
