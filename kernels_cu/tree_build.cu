@@ -70,79 +70,84 @@ constexpr unsigned NO_FAULT = 0xffffffffu;
 
 constexpr int NOT_FOUND = -2;  // a parent that there is none of
 
-// What a step needs of a node or candidate in one word: its parent, rank and depth. A candidate
-// also has the sibling in front of it.
-constexpr unsigned NODE_BITS = 0x3fffffu;
-__device__ unsigned node_word(int parent, int rank, int depth) {
-    return static_cast<unsigned>(parent) | static_cast<unsigned>(rank) << 10 |
-           static_cast<unsigned>(depth) << 16;
-}
-__device__ int parent_of(unsigned word) { return static_cast<int>(word & 1023); }
-__device__ int rank_of(unsigned word) { return static_cast<int>(word >> 10 & 63); }
-__device__ int depth_of(unsigned word) { return static_cast<int>(word >> 16 & 63); }
-__device__ int sibling_of(unsigned word) { return static_cast<int>(word >> 22); }
+// A node or a candidate, in two words: its parent and the sibling in front of it, and where in the
+// table of scores its own score stands and the first of the next depth. In that table the row of a
+// depth has k scores and one that ends it, so that places tell depth and rank.
+struct Node {
+    unsigned family;
+    unsigned place;
+
+    __device__ static Node of(int parent, int sibling, int at, int next) {
+        return {static_cast<unsigned>(parent) | static_cast<unsigned>(sibling) << 16,
+                static_cast<unsigned>(at) | static_cast<unsigned>(next) << 16};
+    }
+    __device__ int parent() const { return static_cast<int>(family & 0xffffu); }
+    __device__ int sibling() const { return static_cast<int>(family >> 16); }
+    __device__ int at() const { return static_cast<int>(place & 0xffffu); }
+    __device__ int next() const { return static_cast<int>(place >> 16); }
+};
 
 // Whether a candidate's path of ranks comes before another's.
-__device__ bool precedes(const unsigned* nodes, unsigned a, unsigned b) {
-    while (depth_of(a) > depth_of(b)) {
-        a = nodes[parent_of(a)];
+__device__ bool precedes(const Node* nodes, Node a, Node b) {
+    while (a.next() > b.next()) {
+        a = nodes[a.parent()];
     }
-    while (depth_of(b) > depth_of(a)) {
-        b = nodes[parent_of(b)];
+    while (b.next() > a.next()) {
+        b = nodes[b.parent()];
     }
-    while (parent_of(a) != parent_of(b)) {
-        a = nodes[parent_of(a)];
-        b = nodes[parent_of(b)];
+    while (a.parent() != b.parent()) {
+        a = nodes[a.parent()];
+        b = nodes[b.parent()];
     }
-    return rank_of(a) < rank_of(b);
+    return a.at() < b.at();
 }
 
 __device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 constexpr long long INFINITE = 0x7ff0000000000000ll;  // bits of what no candidate has lost
 
-// Grows a tree in one warp; returns its nodes. `scores` has rows of k + 1, none above 0, the last
-// of each and the first behind all rows -inf. `nodes` has room for n words, each with the sibling
-// in front of the node.
-__device__ int grow(const double* scores, int depth, int k, int n, unsigned* nodes) {
+// Grows a tree in one warp; returns its nodes. `scores` has `depth` rows of `stride`, none above 0,
+// the last of each row and two behind all rows -inf. `nodes` has room for n.
+__device__ int grow(const double* scores, int depth, int stride, int n, Node* nodes) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
+    const int behind = depth * stride;  // all rows
     long long lost[SLOTS];
-    unsigned words[SLOTS];
+    Node candidates[SLOTS];
 #pragma unroll
     for (int j = 0; j < SLOTS; ++j) {
         lost[j] = INFINITE;
-        words[j] = node_word(0, 0, 1);
+        candidates[j] = Node::of(0, 0, behind, behind);
     }
     if (lane == 0) {
         lost[0] = __double_as_longlong(0.0 - scores[0]);
-        nodes[0] = 0;
+        candidates[0] = Node::of(0, 0, 0, stride);
+        nodes[0] = {0, 0};
     }
     int size = 1;
     for (; size < n; ++size) {
         long long least = lost[0];
-        unsigned word = words[0];
+        Node own = candidates[0];
 #pragma unroll
         for (int j = 1; j < SLOTS; ++j) {
             const bool less = lost[j] < least;
             least = less ? lost[j] : least;
-            word = less ? words[j] : word;
+            own.family = less ? candidates[j].family : own.family;
+            own.place = less ? candidates[j].place : own.place;
         }
         const int high = static_cast<int>(least >> 32);
         const int lowest = __reduce_min_sync(ALL_LANES, high);
+        double sibling, child;
+        auto look_ahead = [&] {
+            const double loss = __longlong_as_double(least);
+            sibling = loss + scores[own.at()] - scores[own.at() + 1];
+            child = loss - scores[own.next()];
+        };
+        look_ahead();
         int equals = 0;
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             equals += static_cast<int>(lost[j] >> 32) == high;
         }
-        double sibling, child;
-        auto look_ahead = [&] {
-            const double own = __longlong_as_double(least);
-            const double* row = scores + (depth_of(word) - 1) * (k + 1);
-            const double* score = row + rank_of(word);
-            sibling = own + score[0] - score[1];
-            child = own - row[k + 1];
-        };
-        look_ahead();
         if (lowest == static_cast<int>(INFINITE >> 32)) {
             break;
         }
@@ -157,16 +162,17 @@ __device__ int grow(const double* scores, int depth, int k, int n, unsigned* nod
             bool has = false;
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j) {
-                if (lost[j] == best && (!has || precedes(nodes, words[j], word))) {
+                if (lost[j] == best && (!has || precedes(nodes, candidates[j], own))) {
                     has = true;
-                    word = words[j];
+                    own = candidates[j];
                 }
             }
             look_ahead();
-            unsigned front = word;
+            Node front = own;
             winner = has ? lane : LANES;
             for (int distance = LANES / 2; distance > 0; distance /= 2) {
-                const unsigned other = __shfl_xor_sync(ALL_LANES, front, distance);
+                const Node other = {__shfl_xor_sync(ALL_LANES, front.family, distance),
+                                    __shfl_xor_sync(ALL_LANES, front.place, distance)};
                 const int owner = __shfl_xor_sync(ALL_LANES, winner, distance);
                 if (owner < LANES && owner != winner &&
                     (winner == LANES || precedes(nodes, other, front))) {
@@ -175,25 +181,26 @@ __device__ int grow(const double* scores, int depth, int k, int n, unsigned* nod
                 }
             }
         }
-        const unsigned taken = __shfl_sync(ALL_LANES, word, winner);
+        const Node taken = {__shfl_sync(ALL_LANES, own.family, winner),
+                            __shfl_sync(ALL_LANES, own.place, winner)};
         const long long below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
         if (lane == 0) {
             nodes[size] = taken;
         }
-        // What would be behind the last rank or depth has lost everything; its word stays inside.
-        const unsigned beside = (taken & NODE_BITS) + (rank_of(taken) + 1 < k ? 1u << 10 : 0u);
-        const unsigned under = node_word(size, 0, min(depth_of(taken) + 1, depth));
+        // What is behind the last rank or depth has lost everything; its place stays in the table.
+        const Node under = Node::of(size, 0, taken.next(), min(taken.next() + stride, behind));
         // The winner is the lane of the parent: it has looked its sibling up itself.
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             const int slot = j * LANES + lane;
-            if (slot == parent_of(taken)) {
+            if (slot == taken.parent()) {
                 lost[j] = __double_as_longlong(sibling);
-                words[j] = beside | static_cast<unsigned>(size) << 22;
+                candidates[j] = {static_cast<unsigned>(slot) | static_cast<unsigned>(size) << 16,
+                                 taken.place + 1};
             }
             if (slot == size) {
                 lost[j] = below;
-                words[j] = under;
+                candidates[j] = under;
             }
         }
     }
@@ -300,7 +307,7 @@ __device__ void write_status(int* status, int b, unsigned fault) {
 // @param sizes          write int32 [batch]                  nodes of each tree
 // @param status         write int32 [batch, 2]               code; depth x k + rank at fault, or -1
 // @block TREE_THREADS
-// @shared 8 * ((depth + 1) * (k + 1) + depth * k) + 12 * n + 80
+// @shared 16 * depth * (k + 1) + 16 * n + 96
 extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     tree_build(const float* __restrict__ logprobs, const TOKEN_INDEX* __restrict__ token_ids,
                const long long* __restrict__ root_tokens, const SEQ_INDEX* __restrict__ seq_lens,
@@ -309,9 +316,11 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
                long long* next_token, long long* next_sibling, unsigned long long* visible,
                int* sizes, int* status) {
     DYNAMIC_SHARED(cursor);
-    CARVE(cursor, double, scores, (depth + 1) * (k + 1));
-    CARVE(cursor, long long, ids, depth* k);
-    CARVE(cursor, unsigned, nodes, n);
+    const int stride = k + 1;
+    const int places = depth * stride;
+    CARVE(cursor, double, scores, places + 2);
+    CARVE(cursor, long long, ids, places);
+    CARVE(cursor, Node, nodes, n);
     CARVE(cursor, int, children, n);
     CARVE(cursor, int, siblings, n);
     SHARED_ARRAY(unsigned, fault, [1]);
@@ -327,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     if (thread == 0) {
         fault[0] = NO_FAULT;
     }
-    for (int level = thread; level <= depth; level += TREE_THREADS) {
-        scores[level * (k + 1) + (level < depth ? k : 0)] = minus_infinity();
+    for (int level = thread; level < depth + 2; level += TREE_THREADS) {
+        scores[level < depth ? level * stride + k : places + level - depth] = minus_infinity();
     }
     for (int node = thread; node < n; node += TREE_THREADS) {
         children[node] = siblings[node] = -1;
@@ -350,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
             if (at < table) {
                 const bool known = score[i] < -minus_infinity();
                 scores[at + at / k] = known ? min(score[i], 0.0f) : minus_infinity();
-                ids[at] = id[i];
+                ids[at + at / k] = id[i];
                 if (!known) {
                     own_fault = min(own_fault, static_cast<unsigned>(at * CODES + NOT_FINITE));
                 }
@@ -362,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
         atomicMin(&fault[0], own_fault);
     }
     if (thread < LANES) {
-        const int size = grow(scores, depth, k, n, nodes);
+        const int size = grow(scores, depth, stride, n, nodes);
         if (thread == 0) {
             grown[0] = size;
         }
@@ -373,15 +382,15 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     for (int node = thread; node < n; node += TREE_THREADS) {
         const long long i = static_cast<long long>(b) * n + node;
         const bool drafted = node > 0 && node < size;
-        const unsigned word = drafted ? nodes[node] : 0;
+        const Node own = drafted ? nodes[node] : Node::of(0, 0, 0, stride);
+        const int rank = own.at() - (own.next() - stride);
         if (drafted) {
-            int* link =
-                rank_of(word) == 0 ? children + parent_of(word) : siblings + sibling_of(word);
+            int* link = rank == 0 ? children + own.parent() : siblings + own.sibling();
             *link = node;
         }
-        tokens[i] = drafted ? ids[(depth_of(word) - 1) * k + rank_of(word)] : root;
-        parents[i] = drafted ? parent_of(word) : -1;
-        ranks[i] = drafted ? rank_of(word) : -1;
+        tokens[i] = drafted ? ids[own.at()] : root;
+        parents[i] = drafted ? own.parent() : -1;
+        ranks[i] = drafted ? rank : -1;
     }
     if (thread == 0) {
         sizes[b] = size;
@@ -389,8 +398,7 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     }
     __syncthreads();
     write_views({depths, positions, retrieve_index, next_token, next_sibling, visible}, b, n, words,
-                size, seq_len, children, siblings,
-                [&](int node) { return parent_of(nodes[node]); });
+                size, seq_len, children, siblings, [&](int node) { return nodes[node].parent(); });
 }
 
 // Writes the views of trees that are given by their parents. Checked is each node by itself, which
