@@ -107,13 +107,13 @@ class AcceptBatch:
         if bf16:
             scores = (scores.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         links_of = [next_token.copy(), next_sibling.copy(), np.ascontiguousarray(places)]
-        for request in np.flatnonzero(rng.random(batch) < faulty):
-            broken = links_of[int(rng.integers(3))][request]
+        for spoilt in np.flatnonzero(rng.random(batch) < faulty):
+            broken = links_of[int(rng.integers(3))][spoilt]
             some = rng.integers(0, num_tokens, max(1, num_tokens // 3))
             broken[some] = rng.choice([-2, -1, 0, num_tokens - 1, num_tokens, 2**40], len(some))
             if rng.random() < 0.3:  # a circle of brothers
-                links_of[1][request, some] = some
-            candidates[request, some] = rng.choice([-1, vocabulary, 2**40, 0], len(some))
+                links_of[1][spoilt, some] = some
+            candidates[spoilt, some] = rng.choice([-1, vocabulary, 2**40, 0], len(some))
         thresholds = ((1.0, 1.0), (0.0, 0.0), (0.3, 0.8), (1.0, 0.5))[int(rng.integers(4))]
         return cls(
             rule, candidates, links_of[0], links_of[1], links_of[2],

@@ -66,7 +66,9 @@ class StepBatch:
             Of the real requests' drafts; see `DraftBatch.draw`.
         """
         n, real = sizes.nodes, sizes.requests - padded
-        drawn = {"depth": sizes.depth, "k": sizes.ranks, "num_tokens": n, "longest": longest}
+        drawn: dict[str, Any] = {
+            "depth": sizes.depth, "k": sizes.ranks, "num_tokens": n, "longest": longest
+        }  # fmt: skip
         drafts = DraftBatch.draw(rng, batch=sizes.requests, kind=kind, **drawn)
         garbage = DraftBatch.draw(rng, batch=sizes.requests, kind="spoiled", **drawn)
         drafts.logprobs[real:] = garbage.logprobs[real:]
@@ -86,7 +88,7 @@ class StepBatch:
         # nodes of no path see what children of the root see
         used = np.arange(n) < grown["sizes"][:, None]
         parents = np.where(used, grown["parents"], 0)
-        trees = [DraftTree.from_parents(row) for row in parents]
+        trees = tuple(DraftTree.from_parents(row) for row in parents)
         layers = tuple(
             VerifyBatch(
                 layout, trees, heads=sizes.heads, latent=sizes.latent, rope=sizes.rope,

@@ -50,7 +50,11 @@ def _argmax(rows: int) -> Iterator[dict[str, Any]]:
         theirs = torch.zeros_like(target)
         own = Argmax(logits, target)
         moved = logits.numel() * logits.element_size()
-        shape = {"rows": rows, "vocabulary": VOCABULARY, "dtype": str(dtype).removeprefix("torch.")}
+        shape: dict[str, int | float | str] = {
+            "rows": rows,
+            "vocabulary": VOCABULARY,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
 
         def torch_argmax(logits: Any = logits, theirs: Any = theirs) -> None:
             torch.argmax(logits, dim=1, out=theirs)
@@ -137,20 +141,22 @@ def _sampled(requests: int, nodes: int) -> dict[str, Any]:
     from cuverify.tree import DraftTree
 
     tree = DraftTree.random(nodes, nodes)
-    device = {"device": "cuda"}
-    links = [torch.from_numpy(part).cuda().repeat(requests, 1) for part in tree.links()]
-    tokens = torch.randint(VOCABULARY, (requests, nodes), **device)
-    probs = torch.softmax(torch.randn((requests, nodes, VOCABULARY), **device), dim=2)
-    coins = torch.rand((requests, nodes), **device), torch.rand(requests, **device)
+    child, sibling = (torch.from_numpy(part).cuda().repeat(requests, 1) for part in tree.links())
+    tokens = torch.randint(VOCABULARY, (requests, nodes), device="cuda")
+    logits = torch.randn((requests, nodes, VOCABULARY), device="cuda")
+    probs = torch.softmax(logits, dim=2)
+    coins = torch.rand((requests, nodes), device="cuda")
+    final = torch.rand(requests, device="cuda")
     into = AcceptBuffers.allocate(tokens, batch=requests, num_tokens=nodes, max_path=_MAX_PATH)
-    accept = AcceptSampled(tokens, *links, *coins, probs, into)
+    accept = AcceptSampled(tokens, child, sibling, coins, final, probs, into)
 
     def check() -> str | None:
         from cuverify.reference import accept as oracle
 
         accept()
         wanted = oracle.accept_sampled(
-            *(part.cpu().numpy() for part in (tokens, *links, *coins, probs)), max_path=_MAX_PATH
+            *(part.cpu().numpy() for part in (tokens, child, sibling, coins, final, probs)),
+            max_path=_MAX_PATH,
         )
         same = (into.predicts.cpu().numpy() == wanted["predicts"]).all()
         return None if same else "predicts differ"

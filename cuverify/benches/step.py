@@ -9,6 +9,7 @@ are shares, not timings to compare. The picture of `pictures` shows the gaps.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -77,9 +78,9 @@ class _Timed:
     """A checked step on long prefixes, and its graph."""
 
     def __init__(self, requests: int, length: int, nodes: int) -> None:
-        import torch
-
         from cuverify.step_workload import DrawnVerifyStep, StepBatch
+
+        torch: Any = importlib.import_module("torch")
 
         self.requests, self.length, self.nodes = requests, length, nodes
         slots = requests * (length + nodes) + 1024

@@ -205,7 +205,7 @@ def tree_build(
     table = np.asarray(logprobs, np.float32)
     ids, roots = np.asarray(token_ids), np.asarray(root_tokens, np.int64)
     batch = len(table)
-    made = {
+    made: dict[str, NDArray[Any]] = {
         "tokens": np.repeat(roots[:, None], num_tokens, axis=1),
         "parents": np.full((batch, num_tokens), -1, np.int32),
         "ranks": np.full((batch, num_tokens), -1, np.int32),
@@ -290,10 +290,10 @@ def _views(
         visible[:, node] = visible[every, parent]
         visible[:, node, node // 64] |= np.uint64(1 << node % 64)
     for node in range(n - 1, 0, -1):  # children are pushed in front: they ascend
-        used = np.flatnonzero(node < sizes)
-        parent = parents[used, node]
-        next_sibling[used, node] = next_token[used, parent]
-        next_token[used, parent] = node
+        having = np.flatnonzero(node < sizes)
+        parent = parents[having, node]
+        next_sibling[having, node] = next_token[having, parent]
+        next_token[having, parent] = node
     lengths = np.asarray(seq_lens, np.int64)
     return {
         "depths": depths,
