@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cuverify.errors import ArgumentError
 from cuverify.tree import DraftTree
 
-DraftKind = Literal["free", "ties", "flat", "peaked", "holes", "spoiled"]
+DraftKind = Literal["free", "ties", "flat", "peaked", "sure", "holes", "spoiled"]
 DRAFT_KINDS: tuple[DraftKind, ...] = get_args(DraftKind)
 
 IndexType = Literal["int32", "int64"]
@@ -69,6 +69,8 @@ class DraftBatch:
         kind : str
             ``free``: as a drafter gives them. ``ties``: rounded to eighths, so that sums are exact
             and many are equal. ``flat``: all equal. ``peaked``: the first token has nearly all.
+            ``sure``: all but 1e-9 of it, and the others are tied, so that sums differ by their
+            rounding alone.
             ``holes``: tokens that cannot come. ``spoiled``: NaN and infinities of both signs.
         index : {"int32", "int64"}
         longest : int
@@ -86,6 +88,9 @@ class DraftBatch:
             table = (np.round(table * 8) / 8).astype(np.float32)
         elif kind == "flat":
             table[:] = -np.float32(rng.integers(0, 3))
+        elif kind == "sure":
+            table = (np.round(table * 2) / 2 - 3).astype(np.float32)
+            table[:, :, 0] = -rng.random(table.shape[:2]) * 1e-9
         elif kind == "holes":
             table[np.arange(k) >= rng.integers(0, k + 1, (batch, depth, 1))] = -np.inf
         elif kind == "spoiled":

@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
 // @param accept_token_num write int32 [batch]        its nodes without the root
 // @param status           write int32 [batch, 2]     code, node; -1
 // @block ACCEPT_THREADS
-// @shared 8 * n + 20 * n + 4 * path + 112
+// @shared 16 * n + 20 * n + 4 * path + 128
 extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
     accept_greedy(const long long* __restrict__ candidates,
                   const long long* __restrict__ retrieve_index,
@@ -292,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
                   int* accept_token_num, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, long long, tokens, n);
+    CARVE(cursor, long long, choices, n);  // of the target, by place
     CARVE(cursor, int, child, n);
     CARVE(cursor, int, sibling, n);
     CARVE(cursor, int, place, n);
@@ -307,13 +308,14 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
     tree.load(b, next_token, next_sibling, retrieve_index);
     for (int node = thread; node < n; node += ACCEPT_THREADS) {
         tokens[node] = candidates[first + node];
+        choices[node] = target[first + node];
         next[node] = NONE;
     }
     __syncthreads();
     for (int node = thread; node < n; node += ACCEPT_THREADS) {
         int found = FAULTY;
         if (place[node] >= 0) {
-            const long long wanted = target[first + place[node]];
+            const long long wanted = choices[place[node]];
             found = child[node];
             int links = 0;
             while (found >= 0 && tokens[found] != wanted) {
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
             nodes[all.length++] = node;
             const int found = chosen[node];
             const int to = all.length < path ? found : NONE;
-            next[place[node]] = static_cast<int>(target[first + place[node]]);
+            next[place[node]] = static_cast<int>(choices[place[node]]);
             if (to == FAULTY) {
                 all.status[0] = BAD_LINK;
                 all.status[1] = node;
@@ -445,7 +447,6 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
     __syncthreads();
     const bool passed = found[0] == count;
     const int segment = passed ? found[1] : found[0];
-    __syncthreads();
     if (segment >= 0 && thread < LANES) {
         float weights[EACH];
         double own = 0;

@@ -104,6 +104,7 @@ __device__ bool precedes(const Node* nodes, Node a, Node b) {
 
 __device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+constexpr unsigned TWINS = 0x80000000u;               // a bit that no family has
 constexpr long long INFINITE = 0x7ff0000000000000ll;  // bits of what no candidate has lost
 
 // Grows a tree in one warp; returns its nodes. `scores` has `depth` rows of `stride`, none above 0,
@@ -148,13 +149,17 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         for (int j = 0; j < SLOTS; ++j) {
             equals += static_cast<int>(lost[j] >> 32) == high;
         }
-        if (lowest == static_cast<int>(INFINITE >> 32)) {
-            break;
-        }
+        // beside its family, whether a lane has several that are equal so far
+        const unsigned told = own.family | (equals > 1 ? TWINS : 0u);
         const unsigned tied = __ballot_sync(ALL_LANES, high == lowest);
-        const unsigned twins = __ballot_sync(ALL_LANES, high == lowest && equals > 1);
-        int winner = __ffs(static_cast<int>(tied)) - 1;
-        if (((tied & (tied - 1)) | twins) != 0) {
+        int winner = LANES - 1 - __clz(static_cast<int>(tied));
+        Node taken = {__shfl_sync(ALL_LANES, told, winner),
+                      __shfl_sync(ALL_LANES, own.place, winner)};
+        long long below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
+        if ((tied & (tied - 1)) != 0 || (taken.family & TWINS) != 0) {
+            if (lowest == static_cast<int>(INFINITE >> 32)) {
+                break;
+            }
             const unsigned low = __reduce_min_sync(
                 ALL_LANES, high == lowest ? static_cast<unsigned>(least) : 0xffffffffu);
             const long long best = static_cast<long long>(lowest) << 32 | low;
@@ -168,22 +173,20 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
                 }
             }
             look_ahead();
-            Node front = own;
+            taken = own;
             winner = has ? lane : LANES;
             for (int distance = LANES / 2; distance > 0; distance /= 2) {
-                const Node other = {__shfl_xor_sync(ALL_LANES, front.family, distance),
-                                    __shfl_xor_sync(ALL_LANES, front.place, distance)};
+                const Node other = {__shfl_xor_sync(ALL_LANES, taken.family, distance),
+                                    __shfl_xor_sync(ALL_LANES, taken.place, distance)};
                 const int owner = __shfl_xor_sync(ALL_LANES, winner, distance);
                 if (owner < LANES && owner != winner &&
-                    (winner == LANES || precedes(nodes, other, front))) {
-                    front = other;
+                    (winner == LANES || precedes(nodes, other, taken))) {
+                    taken = other;
                     winner = owner;
                 }
             }
+            below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
         }
-        const Node taken = {__shfl_sync(ALL_LANES, own.family, winner),
-                            __shfl_sync(ALL_LANES, own.place, winner)};
-        const long long below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
         if (lane == 0) {
             nodes[size] = taken;
         }
@@ -193,7 +196,7 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             const int slot = j * LANES + lane;
-            if (slot == taken.parent()) {
+            if (lane == winner && slot == own.parent()) {
                 lost[j] = __double_as_longlong(sibling);
                 candidates[j] = {static_cast<unsigned>(slot) | static_cast<unsigned>(size) << 16,
                                  taken.place + 1};

@@ -118,7 +118,9 @@ class _Timed:
         graph = torch.cuda.CUDAGraph()
         started = time.perf_counter()
         with torch.cuda.graph(graph, stream=stream):
+            entered = time.perf_counter()
             self.drawn()
+            self.launches_us = 1e6 * (time.perf_counter() - entered)
         torch.cuda.synchronize()
         self.capture_us = 1e6 * (time.perf_counter() - started)
         self.replay: Callable[[], None] = graph.replay
@@ -203,7 +205,9 @@ def _step(requests: int, length: int, nodes: int) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
     goal = GLUE_TARGET_US.get((requests, nodes))
     yield line("step, glue captured", lambda: time_graph(glue, REPEATS), goal=goal)
+    # torch collects garbage and empties its cache before it captures
     yield line("step, capture", lambda: Timing.of([step.capture_us]))
+    yield line("step, capture: the launches", lambda: Timing.of([step.launches_us]))
     moved_by = {"attention": read // LAYERS, "argmax": logits}
     for name, call in stages.items():
         yield line(
