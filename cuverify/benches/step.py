@@ -215,10 +215,27 @@ def _step(requests: int, length: int, nodes: int) -> Iterator[dict[str, Any]]:
             lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
             moved=moved_by.get(name),
         )
+    topk, read_by_topk = _topk(requests, step.sizes)
+    yield line(
+        "stage: draft top-k, captured alone", lambda: time_graph(topk, REPEATS), moved=read_by_topk
+    )
     for name, call in (("eager", step.eager), ("captured", step.replay)):
         found = record_timeline(call)
         for op, us in _accounted(found):
             yield line(f"step, {name}: {op}", lambda us=us: Timing.of([us]))  # type: ignore[misc]
+
+
+def _topk(requests: int, sizes: StepSizes) -> tuple[Callable[[], None], int]:
+    """Return the top-k over a drafter's logits, and the bytes that it reads."""
+    import torch
+
+    from cuverify.draft_topk import DraftTopk
+
+    shape = (requests, sizes.depth)
+    logits = torch.randn((*shape, sizes.vocabulary), device="cuda").to(torch.bfloat16)
+    values = torch.empty((*shape, sizes.ranks), device="cuda")
+    ids = torch.empty(values.shape, dtype=torch.int64, device="cuda")
+    return DraftTopk(logits, values, ids), 2 * logits.numel()
 
 
 def _accounted(line: Timeline) -> Iterator[tuple[str, float]]:
