@@ -36,6 +36,8 @@ _EXPORTS = {
 }
 _SUBMODULES = frozenset(
     {
+        "accept_batch",
+        "baseline",
         "bench",
         "benches",
         "buffers",
@@ -49,6 +51,8 @@ _SUBMODULES = frozenset(
         "datasets",
         "device",
         "diagnostics",
+        "draft_batch",
+        "draft_topk",
         "drawing",
         "env",
         "errors",
@@ -64,9 +68,13 @@ _SUBMODULES = frozenset(
         "report",
         "sglang",
         "sources",
+        "stages",
         "static_buffers",
+        "step",
+        "step_workload",
         "strategies",
         "tolerances",
+        "timeline",
         "torch_oracle",
         "tree",
         "validators",

@@ -316,15 +316,27 @@ def compile_command(
 @cli.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @_device_option
+@click.option(
+    "--pictures",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    metavar="DIR",
+    help="Draw timelines there, of benchmarks that have one.",
+)
 @_json_option
 def bench(
-    ops: tuple[str, ...], device: Literal["auto", "cpu", "cuda"], json_file: Path | None
+    ops: tuple[str, ...],
+    device: Literal["auto", "cpu", "cuda"],
+    pictures: Path | None,
+    json_file: Path | None,
 ) -> int:
     """Time kernels whose result was checked first."""
-    from cuverify.bench import run_benchmarks
+    from cuverify.bench import draw_pictures, run_benchmarks
 
     with _progress() as progress:
         report = run_benchmarks(ops, device, progress=progress)
+    if pictures is not None:
+        for picture in draw_pictures(ops, pictures, device):
+            click.echo(f"drawn: {picture}", err=True)
     return _finish(report, json_file)
 
 

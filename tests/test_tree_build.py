@@ -1,4 +1,4 @@
-"""The best-first tree against hand-made cases, an exhaustive search and recorded trees."""
+"""Trees against hand-made cases, an exhaustive search and recorded ones; the kernels, in both lanes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,44 @@ import doctest
 import itertools
 import json
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import cuverify
+from cuverify.buffers import read
+from cuverify.cases import Target
+from cuverify.cases.tree_build import TreeBuildStep
 from cuverify.datasets import find_data
+from cuverify.draft_batch import DRAFT_KINDS, DraftBatch, ParentsBatch
 from cuverify.errors import ArgumentError
+from cuverify.ops.tree_build import (
+    EagleParents,
+    TreeBuffers,
+    TreeBuild,
+    TreeCode,
+    TreeLinks,
+    TreeMask,
+    VisibleParents,
+    tree_buffers,
+    tree_kernels,
+)
 from cuverify.reference import tree_build
 from cuverify.reference.tree_build import BestFirstTree, best_first_tree, draft_topk
-from cuverify.tree import DraftTree
+from cuverify.strategies import examples
+from cuverify.tree import DraftTree, MaskMode
 
 Path = tuple[int, ...]
 INF = math.inf
+
+Schedule = Literal["ascending", "descending", "random"]
+gpu = pytest.mark.gpu
+both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
+MODES: tuple[MaskMode, ...] = ("full", "query_only", "bit_packed")
 
 
 def paths_of(tree: BestFirstTree) -> list[Path]:
@@ -249,3 +272,401 @@ def test_trees_that_cannot_be_built(logprobs: Any, tokens: Any, budget: int, sai
 def test_examples_in_docstrings() -> None:
     found = doctest.testmod(tree_build)
     assert found.attempted > 0 and found.failed == 0
+
+
+# The kernels against the reference
+
+
+def to(xp: Target, array: Any) -> Any:
+    if xp == "numpy":
+        return np.ascontiguousarray(array)
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
+def assert_right(step: TreeBuildStep, note: str = "") -> None:
+    step.poison()
+    step()
+    for name, wanted in step.expected().items():
+        found = read(step.outputs[name])
+        if wanted.dtype == np.uint64:
+            found = found.view(np.uint64)
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{name} {note}")
+
+
+def check_drafts(
+    seed: int, shape: tuple[int, int, int], xp: Target, *, batch: int, mode: MaskMode
+) -> None:
+    """Build trees of every kind of drafts."""
+    depth, k, n = shape
+    rng = np.random.default_rng(seed)
+    for number, kind in enumerate(DRAFT_KINDS):
+        index = ("int64", "int32")[number % 2]
+        drafts = DraftBatch.draw(
+            rng, batch=batch, depth=depth, k=k, num_tokens=n, kind=kind, index=index, longest=50
+        )
+        step = TreeBuildStep(drafts, xp, mode=mode, fill_prefix=number % 3 == 0, longest=40)
+        assert_right(step, f"{kind} {shape}, seed {seed}")
+
+
+shapes = st.tuples(
+    st.sampled_from([1, 2, 3, 7, 15, 32]),
+    st.sampled_from([1, 2, 3, 5, 16, 64]),
+    st.sampled_from([1, 2, 3, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97]),
+)
+
+
+# 35 x 6 kinds x 5 requests: more than 1,000 trees
+@examples(35)
+@given(seed=st.integers(0, 2**32 - 1), shape=shapes, mode=st.sampled_from(MODES))
+@example(seed=0, shape=(15, 4, 288), mode="full")
+@example(seed=0, shape=(32, 64, 289), mode="query_only")
+@example(seed=0, shape=(3, 64, 1024), mode="query_only")
+def test_drawn_trees(seed: int, shape: tuple[int, int, int], mode: MaskMode) -> None:
+    if mode == "bit_packed" and shape[2] > 32:
+        mode = "query_only"
+    check_drafts(seed, shape, "numpy", batch=5, mode=mode)
+
+
+@examples(6)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=shapes,
+    schedule=st.sampled_from(["ascending", "descending", "random"]),
+)
+@example(seed=1, shape=(2, 2, 8), schedule="random")
+@example(seed=1, shape=(15, 4, 130), schedule="descending")
+def test_drawn_trees_under_the_checkers(
+    seed: int, shape: tuple[int, int, int], schedule: Schedule
+) -> None:
+    with cuverify.checked(schedule=schedule, seed=seed):
+        check_drafts(seed, shape, "numpy", batch=2, mode=MODES[seed % 2])
+
+
+@gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 2), (7, 8, 33), (15, 16, 65), (3, 64, 129), (32, 64, 1024)]
+)
+def test_trees_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    check_drafts(7, shape, "torch-cuda", batch=40, mode="full")
+
+
+@gpu
+def test_a_hundred_thousand_trees_on_a_gpu() -> None:
+    rng = np.random.default_rng(11)
+    for number in range(20):
+        kind = ("free", "ties", "holes", "peaked")[number % 4]
+        depth, k, n = ((4, 4, 17), (7, 8, 24), (3, 2, 12), (15, 3, 17))[number // 4 % 4]
+        drafts = DraftBatch.draw(
+            rng, batch=5000, depth=depth, k=k, num_tokens=n, kind=kind, longest=50
+        )
+        assert_right(TreeBuildStep(drafts, "torch-cuda"), f"{kind}, {number}")
+
+
+@examples(30)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.sampled_from([1, 2, 3, 8, 17, 32, 33, 64, 65, 130]),
+    sized=st.booleans(),
+    checked=st.sampled_from([False, False, True]),
+)
+@example(seed=0, n=1024, sized=False, checked=False)
+def test_drawn_parents(seed: int, n: int, sized: bool, checked: bool) -> None:
+    rng = np.random.default_rng(seed)
+    batch = 2 if checked else 8
+    for faulty in (0.0, 0.7):
+        trees = ParentsBatch.draw(
+            rng, batch=batch, num_tokens=n, faulty=faulty, sized=sized, longest=50
+        )
+        if checked:
+            with cuverify.checked(schedule="random", seed=seed):
+                assert_right(TreeBuildStep(trees, "numpy"), f"seed {seed}")
+        else:
+            assert_right(TreeBuildStep(trees, "numpy"), f"seed {seed}")
+
+
+@gpu
+@pytest.mark.parametrize("n", [1, 65, 256, 1024])
+def test_parents_on_a_gpu(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for faulty in (0.0, 0.7):
+        trees = ParentsBatch.draw(
+            rng, batch=60, num_tokens=n, faulty=faulty, sized=n == 65, longest=50
+        )
+        assert_right(TreeBuildStep(trees, "torch-cuda"))
+
+
+def test_the_views_are_those_of_a_draft_tree() -> None:
+    rng = np.random.default_rng(3)
+    trees = [DraftTree.random(70, rng, reach=reach) for reach in (None, 1, 3)]
+    parents = np.stack([tree.parents for tree in trees])
+    found = tree_build.tree_links(parents, [5, 0, 9], words=3)
+    for at, (tree, length) in enumerate(zip(trees, (5, 0, 9), strict=True)):
+        np.testing.assert_array_equal(found["visible"][70 * at : 70 * at + 70], tree.visibility(3))
+        np.testing.assert_array_equal(found["positions"][at], tree.positions(length))
+        np.testing.assert_array_equal(found["depths"][at], tree.depths)
+        links = found["next_token"][at], found["next_sibling"][at]
+        np.testing.assert_array_equal(links, tree.links())
+
+
+# What is defined where a drafter or its caller is wrong
+
+
+def grown(
+    logprobs: Any, n: int, xp: Target = "numpy", tokens: Any = None
+) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Grow the tree of one request on the device; its views without the batch's axis."""
+    table = np.asarray(logprobs, np.float32)[None]
+    ids = numbered(*table.shape[1:])[None] if tokens is None else np.asarray(tokens)[None]
+    into = TreeBuffers.allocate(to(xp, table), batch=1, num_tokens=n)
+    op = TreeBuild(to(xp, table), to(xp, ids), to(xp, np.array([4])), to(xp, np.array([7])), into)
+    op()
+    return {
+        name: read(value) if name == "visible" else read(value)[0]
+        for name, value in vars(into).items()
+    }
+
+
+@both_lanes
+def test_fewer_prefixes_than_the_budget_leave_nodes_of_no_path(xp: Target) -> None:
+    tree = grown([[-1.0], [-2.0]], 5, xp)
+    assert tree["sizes"] == 3
+    assert tree["parents"].tolist() == [-1, 0, 1, -1, -1]
+    assert tree["tokens"].tolist() == [4, 0, 10, 4, 4]
+    assert tree["ranks"].tolist() == [-1, 0, 0, -1, -1]
+    assert tree["positions"].tolist() == [7, 8, 9, 7, 7]
+    assert tree["next_token"].tolist() == [1, 2, -1, -1, -1]
+    assert tree["next_sibling"].tolist() == [-1] * 5
+    assert tree["visible"][:, 0].tolist() == [0b1, 0b11, 0b111, 0b1001, 0b10001]
+
+
+@both_lanes
+def test_a_row_ends_in_front_of_what_is_not_finite(xp: Target) -> None:
+    tree = grown([[-1.0, math.nan, -1.5], [INF, -1.0, -2.0]], 4, xp)
+    assert (tree["sizes"], tree["status"].tolist()) == (2, [TreeCode.NOT_FINITE, 1])
+    tree = grown([[-1.0, -2.0], [-1.0, -INF]], 9, xp)
+    assert (tree["sizes"], tree["status"].tolist()) == (5, [TreeCode.BUILT, -1])
+    tree = grown([[math.nan, -2.0]], 3, xp)
+    assert (tree["sizes"], tree["parents"].tolist()) == (1, [-1, -1, -1])
+
+
+@both_lanes
+def test_zeros_of_both_signs_are_equal(xp: Target) -> None:
+    tree = grown([[0.0, -0.0], [-0.0, 0.0]], 6, xp)
+    assert tree["parents"].tolist() == [-1, 0, 1, 1, 0, 4]
+
+
+@both_lanes
+def test_a_log_probability_above_0_counts_as_0(xp: Target) -> None:
+    tree = grown([[1e-7, -1.0], [3.0, -2.0]], 4, xp)
+    assert tree["parents"].tolist() == [-1, 0, 1, 0]
+    assert tree["status"].tolist() == [TreeCode.BUILT, -1]
+
+
+@both_lanes
+def test_tokens_may_repeat(xp: Target) -> None:
+    tree = grown([[-1.0, -1.0]], 3, xp, tokens=[[9, 9]])
+    assert tree["tokens"].tolist() == [4, 9, 9]
+
+
+MALFORMED = [
+    ("no root", [0, 0], TreeCode.NO_ROOT, 0),
+    ("two roots", [-1, 0, -1], TreeCode.SECOND_ROOT, 2),
+    ("out of range", [-1, 0, 3], TreeCode.BAD_PARENT, 2),
+    ("far out of range", [-1, 2**31 - 1, 0], TreeCode.BAD_PARENT, 1),
+    ("not found", [-1, -2, 0], TreeCode.BAD_PARENT, 1),
+    ("its own parent", [-1, 0, 2], TreeCode.PARENT_BEHIND, 2),
+    ("a cycle", [-1, 0, 3, 2], TreeCode.PARENT_BEHIND, 2),
+    ("a parent behind", [-1, 2, 0], TreeCode.PARENT_BEHIND, 1),
+]
+
+
+@both_lanes
+@pytest.mark.parametrize(
+    ("parents", "code", "node"), [m[1:] for m in MALFORMED], ids=[m[0] for m in MALFORMED]
+)
+def test_a_malformed_tree_is_its_root_alone(
+    parents: list[int], code: TreeCode, node: int, xp: Target
+) -> None:
+    # the request beside it keeps its tree
+    n = len(parents)
+    both = np.array([parents, [-1, *range(n - 1)]], np.int32)
+    into = TreeBuffers.allocate(to(xp, both), batch=2, num_tokens=n)
+    into.parents[:] = to(xp, both)
+    with cuverify.checked():
+        TreeLinks(to(xp, np.array([7, 7])), into)()
+    assert read(into.status).tolist() == [[code, node], [TreeCode.BUILT, -1]]
+    assert read(into.next_token)[0].tolist() == [-1] * n
+    assert read(into.depths).tolist() == [[0] * n, list(range(n))]
+    with pytest.raises(ArgumentError, match="tree=0: request 0"):
+        into.read_status()
+
+
+def test_a_mask_that_does_not_fit_is_left_out() -> None:
+    trees = TreeBuffers.allocate(np.zeros(1), batch=3, num_tokens=2)
+    trees.visible[:] = 3
+    mask, status = np.full(22, 9, np.uint8), np.full(3, 9, np.int32)
+    TreeMask(np.array([3, -1, 5]), trees, mask, status, mode="full", fill_prefix=True)()
+    assert status.tolist() == [0, 1, 2]
+    assert mask.tolist() == [1] * 10 + [9] * 12
+
+
+# Golden vectors
+
+
+def golden() -> dict[str, Any]:
+    found = find_data("golden", "sglang_vectors.json")
+    if found is None:
+        pytest.skip("the golden vectors are not at hand")
+    vectors: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    return vectors
+
+
+def linked(parents: Any, seq_lens: Any, xp: Target) -> TreeBuffers:
+    given = np.asarray(parents, np.int32)
+    into = TreeBuffers.allocate(to(xp, given), batch=len(given), num_tokens=given.shape[1])
+    into.parents[:] = to(xp, given)
+    TreeLinks(to(xp, np.asarray(seq_lens)), into)()
+    into.read_status()
+    return into
+
+
+@both_lanes
+def test_golden_eagle_trees(xp: Target) -> None:
+    g3 = golden()["G3_build_tree"]
+    n, lens = g3["draft_token_num"], to(xp, np.array(g3["seq_lens"]))
+    selected, listed = (np.array(g3[name]) for name in ("selected_index", "parent_list"))
+    into = TreeBuffers.allocate(lens, batch=2, num_tokens=n)
+    EagleParents(to(xp, selected), to(xp, listed), g3["topk"], into)()
+    assert read(into.parents).tolist() == g3["parents"]
+    TreeLinks(lens, into)()
+    into.read_status()
+    assert read(into.positions).reshape(-1).tolist() == g3["positions"]
+    assert read(into.next_token).tolist() == g3["next_token"]
+    assert read(into.next_sibling).tolist() == g3["next_sibling"]
+    wanted = np.array([[list(map(int, row)) for row in rows] for rows in g3["mask_rows"]], np.uint8)
+    mask, status = to(xp, np.full(2 * n * n, 9, np.uint8)), to(xp, np.zeros(2, np.int32))
+    TreeMask(lens, into, mask, status, mode="query_only")()
+    np.testing.assert_array_equal(read(mask).reshape(wanted.shape), wanted)
+
+
+@both_lanes
+def test_golden_mask_and_parents(xp: Target) -> None:
+    g4, g5 = golden()["G4_reconstruct_from_mask"], golden()["G5_links_from_parents"]
+    seen = np.packbits(np.array(g4["mask"], np.uint8), axis=1, bitorder="little")
+    into = TreeBuffers.allocate(to(xp, np.zeros(1)), batch=1, num_tokens=4)
+    into.visible[:] = to(xp, seen.astype(np.int64))
+    VisibleParents(into)()
+    for vectors, parents, length in (
+        (g4, read(into.parents), g4["seq_len"]),
+        (g5, [g5["parents"]], g5["position_base"]),
+    ):
+        trees = linked(parents, [length], xp)
+        for name in ("next_token", "next_sibling", "positions"):
+            assert read(getattr(trees, name))[0].tolist() == vectors[name], name
+
+
+@both_lanes
+def test_recorded_trees_on_the_device(xp: Target) -> None:
+    listing, arrays = (find_data("golden", f"ddtree_trees.{kind}") for kind in ("json", "npz"))
+    if listing is None or arrays is None:
+        pytest.skip("the recorded trees are not at hand")
+    cases = json.loads(listing.read_text(encoding="utf-8"))["cases"]
+    with np.load(arrays) as held:
+        for case in cases:
+            name = f"c{case['case']}_"
+            tree = grown(
+                held[name + "logprob"], case["budget"] + 1, xp, held[name + "token"].astype(int)
+            )
+            size = case["nodes"]
+            assert tree["sizes"] == size, case
+            np.testing.assert_array_equal(tree["parents"][:size], held[name + "out_parent"])
+            np.testing.assert_array_equal(tree["tokens"][1:size], held[name + "out_token"])
+            np.testing.assert_array_equal(tree["depths"][1:size], held[name + "out_depth"])
+            seen = np.unpackbits(tree["visible"].view(np.uint8), axis=1, bitorder="little")[
+                :size, :size
+            ]
+            wanted = np.unpackbits(held[name + "out_visibility"], axis=1)[:, :size]
+            np.testing.assert_array_equal(seen, wanted, str(case))
+
+
+@examples(20)
+@given(seed=st.integers(0, 2**32 - 1), n=st.sampled_from([1, 2, 9, 64, 65, 100]))
+def test_parents_are_read_back(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    trees = TreeBuffers.allocate(np.zeros(1), batch=6, num_tokens=n, words=2)
+    parents = ParentsBatch.draw(rng, batch=6, num_tokens=n, index="int32").parents
+    trees.parents[:] = parents
+    TreeLinks(np.zeros(6, np.int64), trees)()
+    odd = rng.random(len(trees.visible)) < 0.1 * (seed % 2)
+    trees.visible[odd, 0] ^= np.uint64(1 << int(rng.integers(min(n, 63))))
+    wanted = tree_build.visible_parents(trees.visible, 6)
+    with cuverify.checked():
+        VisibleParents(trees)()
+    np.testing.assert_array_equal(trees.parents, wanted)
+    if not odd.any():
+        np.testing.assert_array_equal(trees.parents, parents)
+    # and through EAGLE's lists, as any tree can be written
+    if n > 1:
+        rank = np.zeros_like(parents)
+        for node in range(1, n):
+            rank[:, node] = (parents[:, :node] == parents[:, node, None]).sum(axis=1)
+        selected = (parents * n + rank)[:, 1:]
+        listed = np.concatenate([np.full((6, 1), -1), selected], axis=1)
+        if seed % 3 == 0:
+            selected[:, rng.integers(n - 1)] = rng.choice([-5, 3 * n * n, 2**40])
+        EagleParents(np.ascontiguousarray(selected), listed, n, trees)()
+        np.testing.assert_array_equal(trees.parents, tree_build.eagle_parents(selected, listed, n))
+        if seed % 3:
+            np.testing.assert_array_equal(trees.parents, parents)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_the_kernels_need_no_local_memory(arch: str) -> None:
+    for slots in (2, 32):
+        resources = tree_kernels(SLOTS=slots)["tree_build"].compile(arch).resources["tree_build"]
+        assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), resources
+
+
+TABLE = np.zeros((2, 3, 4), np.float32)
+BAD = [
+    ("logprobs of one request", {"logprobs": TABLE[0]}, "logprobs=.*batch, depth, k"),
+    ("too deep", {"logprobs": np.zeros((2, 33, 4), np.float32)}, "logprobs=.*1 to 32 depths"),
+    ("too many ranks", {"logprobs": np.zeros((2, 3, 65), np.float32)}, "1 to 64 tokens"),
+    ("logprobs in float64", {"logprobs": TABLE.astype(np.float64)}, "logprobs=.*float64"),
+    ("tokens of another shape", {"token_ids": np.zeros((2, 3, 5), np.int64)}, "token_ids=.*"),
+    ("tokens in int16", {"token_ids": np.zeros((2, 3, 4), np.int16)}, "token_ids=.*int16"),
+    ("a root is missing", {"root_tokens": np.zeros(1, np.int64)}, "root_tokens=.*"),
+    ("lengths of three requests", {"seq_lens": np.zeros(3, np.int64)}, "seq_lens=.*"),
+    ("room for another batch", {"into": TreeBuffers.allocate(TABLE, batch=3, num_tokens=9)}, "wants shape .2, 9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoiled", "says"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_misuse_names_the_argument(spoiled: dict[str, Any], says: str) -> None:
+    right: dict[str, Any] = {
+        "logprobs": TABLE,
+        "token_ids": np.zeros((2, 3, 4), np.int64),
+        "root_tokens": np.zeros(2, np.int64),
+        "seq_lens": np.zeros(2, np.int64),
+        "into": TreeBuffers.allocate(TABLE, batch=2, num_tokens=9),
+    }
+    TreeBuild(**right)
+    with pytest.raises(cuverify.errors.CuverifyError, match=f"(?s){says}"):
+        TreeBuild(**right | spoiled)
+
+
+def test_sizes_are_checked() -> None:
+    for sizes, says in (
+        ((0, 9), "batch=0"),
+        ((1, 1025), "num_tokens=1025"),
+        ((1, 65, 1), "words=1"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            tree_buffers(*sizes)
+    trees = TreeBuffers.allocate(np.zeros(1), batch=2, num_tokens=33)
+    with pytest.raises(ArgumentError, match="at most 32 nodes"):
+        TreeMask(np.zeros(2, int), trees, np.zeros(9, np.uint8), np.zeros(2, np.int32), mode="bit_packed")  # fmt: skip
+    with pytest.raises(ArgumentError, match="mask=.*too short"):
+        TreeMask(np.zeros(2, int), trees, np.zeros(9, np.uint8), np.zeros(2, np.int32), mode="full")

@@ -1,0 +1,97 @@
+"""How long draft trees take: grown from log-probabilities, linked from parents, and as a mask.
+
+In one replayed graph with a cold L2 cache; beside them the Python version, a heap and a mask on the
+host with both copies, as decode loops have it. The floor is reading and writing at copy speed; for
+so little work it is the launch, and the tree's own sequence of steps, that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cuverify.bench import Timing, copy_floor_us, gated, time_calls, time_graph
+
+SHAPES = ((1, 17), (1, 65), (1, 257), (1, 1024), (16, 65), (64, 65), (64, 257))
+"""Requests and nodes; log-probabilities are of 15 depths of 16 tokens."""
+
+TARGET_US = {(1, 65): 12.0}
+REPEATS = 100
+_DEPTH, _RANKS = 15, 16
+_HOST_REPEATS = 5
+
+
+def run(device: str) -> list[dict[str, Any]]:
+    """Time trees on a GPU; nothing on a CPU, where the host lane says nothing about speed."""
+    if device != "cuda":
+        return []
+    records: list[dict[str, Any]] = []
+    for requests, nodes in SHAPES:
+        records.extend(_trees(requests, nodes))
+    return records
+
+
+def _trees(requests: int, nodes: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of one shape."""
+    import torch
+
+    from cuverify.baseline import host_trees
+    from cuverify.cases.tree_build import TreeBuildStep
+    from cuverify.draft_batch import DraftBatch, ParentsBatch
+    from cuverify.validators.compare import compare_all, host_array
+
+    rng = np.random.default_rng([requests, nodes])
+    batch = DraftBatch.draw(
+        rng, batch=requests, depth=_DEPTH, k=_RANKS, num_tokens=nodes, longest=300
+    )
+    step = TreeBuildStep(batch, "torch-cuda")
+    given = ParentsBatch.draw(rng, batch=requests, num_tokens=nodes, longest=300)
+    linked = TreeBuildStep(given, "torch-cuda")
+    shape: dict[str, int | float | str] = {"batch": requests, "nodes": nodes}
+
+    def check(own: TreeBuildStep) -> str | None:
+        own.poison()
+        own()
+        outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
+        wrong = compare_all(outputs, own.expected())
+        return str(wrong[0]) if wrong else None
+
+    moved = sum(buffer.nbytes for buffer in step.expected().values())
+    target = TARGET_US.get((requests, nodes))
+    for op, own, call, goal in (
+        ("tree_build", step, step.build, target),
+        ("tree_links", linked, linked.build, None),
+        ("tree_mask, query only", step, step.write_mask, None),
+    ):
+        yield gated(
+            op,
+            shape | ({"target_us": goal} if goal else {}),
+            check=lambda own=own: check(own),  # type: ignore[misc]
+            timing=lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
+            floor_us=copy_floor_us(moved),
+            bytes=moved,
+        )
+
+    def on_host() -> None:
+        host_trees(
+            step.inputs["logprobs"], step.inputs["token_ids"], step.inputs["root_tokens"],
+            step.seq_lens, num_tokens=nodes,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+
+    def timing() -> Timing:
+        return time_calls(on_host, repeats=_HOST_REPEATS)
+
+    def host_check() -> str | None:
+        found = host_trees(
+            step.inputs["logprobs"], step.inputs["token_ids"], step.inputs["root_tokens"],
+            step.seq_lens, num_tokens=nodes,
+        )  # fmt: skip
+        same = torch.equal(found["next_sibling"], step.trees.next_sibling)
+        return None if same else "next_sibling differs"
+
+    yield gated(
+        "tree_build", shape, check=host_check, timing=timing, peer="Python: heapq and numpy"
+    )

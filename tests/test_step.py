@@ -1,0 +1,165 @@
+"""The whole step: against its oracles, in one graph, over a thousand replays."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from cuverify.validators.compare import compare_all, host_array
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuverify
+from cuverify.draft_batch import DRAFT_KINDS, DraftKind
+from cuverify.errors import ArgumentError, CaseError
+from cuverify.stages import record_stages
+from cuverify.step import StepSizes, StepTensors, VerifyStep
+from cuverify.step_workload import DrawnVerifyStep, StepBatch, small_sizes
+from cuverify.strategies import examples
+
+Schedule = Literal["ascending", "descending", "random"]
+gpu = pytest.mark.gpu
+
+
+def wrong(step: DrawnVerifyStep, batch: StepBatch) -> list[str]:
+    step.refill(batch)
+    step.poison()
+    step()
+    outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
+    return [str(mismatch) for mismatch in compare_all(outputs, step.expected())]
+
+
+@examples(15)
+@given(
+    seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([1, 2, 9, 17]),
+    kind=st.sampled_from(DRAFT_KINDS),
+)  # fmt: skip
+def test_drawn_steps(seed: int, nodes: int, kind: DraftKind) -> None:
+    sizes, rng = small_sizes(nodes=nodes), np.random.default_rng(seed)
+    drawn = [
+        StepBatch.draw(rng, sizes, longest=80, padded=padded, kind=kind) for padded in (0, 2, 1)
+    ]
+    step = DrawnVerifyStep(drawn[0], sizes, "numpy", num_ctas=3)
+    for batch in drawn:
+        assert wrong(step, batch) == []
+    step.step.plan.read_status()
+
+
+@examples(3)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    schedule=st.sampled_from(["ascending", "descending", "random"]),
+)
+def test_drawn_steps_under_the_checkers(seed: int, schedule: Schedule) -> None:
+    sizes, rng = small_sizes(requests=2), np.random.default_rng(seed)
+    batch = StepBatch.draw(rng, sizes, longest=60, padded=seed % 2)
+    with cuverify.checked(schedule=schedule, seed=seed):
+        assert wrong(DrawnVerifyStep(batch, sizes, "numpy", num_ctas=2), batch) == []
+
+
+def test_a_step_begins_with_the_drafter_s_logits() -> None:
+    sizes = small_sizes(requests=1, nodes=5, layers=1)
+    tensors = StepTensors.allocate(np.zeros(1), sizes)
+    tensors.seq_lens[:] = 3
+    tensors.req_to_token[:] = np.arange(sizes.table[1])
+    logits = np.random.default_rng(0).normal(size=(1, sizes.depth, 40)).astype(np.float32)
+    called: list[Any] = []
+    step = VerifyStep(
+        tensors, sizes, sm_scale=0.1, num_ctas=2, draft_logits=logits,
+        before_layer=called.append, before_argmax=lambda: called.append("logits"),
+        after=[("commit", lambda: called.append("commit"))],
+    )  # fmt: skip
+    with record_stages() as log:
+        step()
+    step.read_status()
+    best = np.argsort(-logits[0], axis=1)[:, : sizes.ranks]
+    np.testing.assert_array_equal(tensors.token_ids[0], best)
+    assert set(step.trees.tokens[0, 1:].tolist()) <= set(best.reshape(-1).tolist())
+    assert called == [0, "logits", "commit"]
+    assert [entry.name for entry in log.times()] == [
+        "draft top-k", "tree build", "plan", "model", "attention", "argmax", "accept", "commit",
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    sizes, rng = small_sizes(), np.random.default_rng(0)
+    with pytest.raises(ArgumentError, match="nodes=257"):
+        small_sizes(nodes=257)
+    step = DrawnVerifyStep(StepBatch.draw(rng, sizes, longest=9), sizes, "numpy", num_ctas=2)
+    with pytest.raises(CaseError, match="does not fit"):
+        step.refill(StepBatch.draw(rng, small_sizes(requests=2), longest=9))
+    tensors = StepTensors.allocate(np.zeros(1), sizes)
+    tensors.seq_lens[:] = -4
+    spoiled = VerifyStep(tensors, sizes, sm_scale=0.1, num_ctas=2)
+    spoiled()
+    with pytest.raises(ArgumentError, match=r"seq_lens\[0\]=-4"):
+        spoiled.read_status()
+
+
+def gpu_sizes() -> StepSizes:
+    return StepSizes(
+        requests=6, nodes=33, depth=7, ranks=8, layers=3, heads=8, slots=16_384, table=(12, 2100),
+        listed=12_000, vocabulary=4000, max_path=8,
+    )  # fmt: skip
+
+
+@gpu
+def test_a_captured_step_is_right_on_changed_inputs() -> None:
+    from cuverify.validators import capture_and_replay
+
+    sizes, rng = gpu_sizes(), np.random.default_rng(1)
+    drawn = [
+        (f"{kind}, {padded} padded", StepBatch.draw(rng, sizes, longest=600, padded=padded, kind=kind))
+        for kind, padded in (("free", 0), ("ties", 3), ("holes", 5), ("free", 1))
+    ]  # fmt: skip
+    result = capture_and_replay(DrawnVerifyStep(drawn[0][1], sizes, "torch-cuda"), drawn)
+    assert [str(finding) for finding in result.findings] == []
+
+
+@gpu
+def test_a_thousand_replays_equal_eager_runs() -> None:
+    import torch
+
+    sizes, rng = gpu_sizes(), np.random.default_rng(2)
+    batch = StepBatch.draw(rng, sizes, longest=600)
+    step = DrawnVerifyStep(batch, sizes, "torch-cuda")
+    tensors = step.tensors
+    # any slot may be read
+    tensors.kv.normal_()
+    tensors.q.normal_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    generator = torch.Generator("cuda").manual_seed(3)
+    random = {"generator": generator, "device": "cuda"}
+    for turn in range(1000):
+        # batches grow and shrink; padding: one token, row 0, slot 0, drafts that are NaN
+        real = 1 + turn * 7 % sizes.requests
+        scores = torch.randn(tensors.logprobs.shape, **random).abs().cumsum(dim=2).neg()
+        if turn % 3 == 0:
+            scores = (scores * 2).round() / 2
+        scores[real:] = float("nan")
+        tensors.logprobs.copy_(scores)
+        tensors.token_ids.copy_(torch.randint(sizes.vocabulary, scores.shape, **random))
+        tensors.seq_lens.copy_(torch.randint(2000, (sizes.requests,), **random))
+        tensors.seq_lens[real:] = 1
+        rows = 1 + torch.randperm(sizes.table[0] - 1, **random)[: sizes.requests]
+        rows[real:] = 0
+        tensors.req_pool_indices.copy_(rows)
+        tensors.req_to_token.copy_(torch.randint(sizes.slots, sizes.table, **random))
+        tensors.out_cache_loc.copy_(torch.randint(sizes.slots, (sizes.tokens,), **random))
+        tensors.out_cache_loc[real * sizes.nodes :] = 0
+        tensors.logits.normal_(generator=generator)
+        step.poison()
+        step()
+        eager = {name: tensor.clone() for name, tensor in step.outputs.items()}
+        step.poison()
+        graph.replay()
+        for name, tensor in step.outputs.items():
+            same = torch.equal(tensor.view(torch.uint8), eager[name].view(torch.uint8))
+            assert same, f"{name} differs in turn {turn}"
