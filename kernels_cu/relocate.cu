@@ -81,13 +81,21 @@
 #ifndef ROWS_RESIDENT
 #define ROWS_RESIDENT 6
 #endif
-// and blocks that move chains of them, with twice as much in registers
+// and blocks that move chains of them
 #ifndef CHAIN_RESIDENT
-#define CHAIN_RESIDENT 3
+#define CHAIN_RESIDENT 5
 #endif
 // pieces that a lane loads before it stores any; 9 x 8 lanes x 16 bytes = a row of 1,152
 #ifndef UNROLL
 #define UNROLL 9
+#endif
+// pieces that a lane holds of each of two rows while it moves a chain; 3 x 32 lanes x 16 bytes
+#ifndef CHAIN_UNROLL
+#define CHAIN_UNROLL 3
+#endif
+// 0 where all rows are multiples of 16 bytes: no code for others
+#ifndef NARROW_ROWS
+#define NARROW_ROWS 1
 #endif
 // neighbours on either side of a row in its chain that are asked whether the chain is cut there
 #ifndef ORDER_REACH
@@ -104,6 +112,7 @@ constexpr unsigned NOBODY = 0xffffffffu;
 static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
+static_assert(8 * UNROLL <= 32 * CHAIN_UNROLL, "a column that fits a group fits a warp");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
@@ -353,9 +362,9 @@ struct Column {
 };
 
 // A piece of 16 or of 4 bytes; of the narrow one only x means something.
-template <bool READ_ONLY>
-__device__ uint4 load_piece(const char* address, unsigned width) {
-    if (width == WIDE) {
+template <unsigned WIDTH, bool READ_ONLY>
+__device__ uint4 load_piece(const char* address) {
+    if (WIDTH == WIDE) {
         return READ_ONLY ? load128_nc(address) : load128(address);
     }
     uint4 value = {0, 0, 0, 0};
@@ -363,45 +372,75 @@ __device__ uint4 load_piece(const char* address, unsigned width) {
     return value;
 }
 
-__device__ void store_piece(char* address, uint4 value, unsigned width) {
-    if (width == WIDE) {
+template <unsigned WIDTH>
+__device__ void store_piece(char* address, uint4 value) {
+    if (WIDTH == WIDE) {
         store128(address, value);
     } else {
         *reinterpret_cast<unsigned*>(address) = value.x;
     }
 }
 
-// What the LANES lanes of a group hold of one column of one row: all loads in front of the stores,
-// so that the misses of a lane overlap.
-template <unsigned PIECES>
+__device__ bool is_wide(const Column& column) { return !NARROW_ROWS || column.width == WIDE; }
+
+// What the lanes of a group hold of one column of one row: all loads in front of the stores, so that
+// the misses of a lane overlap.
+template <unsigned GROUP, unsigned PIECES>
 struct Held {
     uint4 piece[PIECES];
 
-    template <bool READ_ONLY>
-    __device__ void load(const char* source, const Column& column) {
-        const unsigned lane = threadIdx.x % LANES;
+    template <unsigned WIDTH, bool READ_ONLY, bool WHOLE>
+    __device__ void load_as(const char* source, unsigned pieces) {
+        const unsigned lane = threadIdx.x % GROUP;
+        source += lane * WIDTH;
 #pragma unroll
         for (unsigned k = 0; k < PIECES; ++k) {
-            if (k * LANES + lane < column.pieces) {
-                piece[k] =
-                    load_piece<READ_ONLY>(source + (k * LANES + lane) * column.width, column.width);
+            if (WHOLE || k * GROUP + lane < pieces) {
+                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * GROUP * WIDTH);
             }
         }
     }
-    __device__ void store(char* destination, const Column& column) const {
-        const unsigned lane = threadIdx.x % LANES;
+    template <unsigned WIDTH, bool WHOLE>
+    __device__ void store_as(char* destination, unsigned pieces) const {
+        const unsigned lane = threadIdx.x % GROUP;
+        destination += lane * WIDTH;
 #pragma unroll
         for (unsigned k = 0; k < PIECES; ++k) {
-            if (k * LANES + lane < column.pieces) {
-                store_piece(destination + (k * LANES + lane) * column.width, piece[k],
-                            column.width);
+            if (WHOLE || k * GROUP + lane < pieces) {
+                store_piece<WIDTH>(destination + k * GROUP * WIDTH, piece[k]);
             }
+        }
+    }
+    template <bool READ_ONLY>
+    __device__ void load(const char* source, const Column& column) {
+        if (is_wide(column)) {
+            load_as<WIDE, READ_ONLY, false>(source, column.pieces);
+        } else {
+            load_as<4, READ_ONLY, false>(source, column.pieces);
+        }
+    }
+    __device__ void store(char* destination, const Column& column) const {
+        if (is_wide(column)) {
+            store_as<WIDE, false>(destination, column.pieces);
+        } else {
+            store_as<4, false>(destination, column.pieces);
+        }
+    }
+    // Between rows of which nobody else reads or writes any.
+    __device__ void move(const char* source, char* destination, const Column& column) {
+        if (is_wide(column) && column.pieces == GROUP * PIECES) {
+            load_as<WIDE, true, true>(source, column.pieces);
+            store_as<WIDE, true>(destination, column.pieces);
+        } else {
+            load<true>(source, column);
+            store(destination, column);
         }
     }
 };
 
-// A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
-// numbers, since there can be more pairs than 32 bits count.
+// The way of a group of GROUP lanes through all pairs (row, column), the column fastest, in steps of
+// the whole grid. Two numbers, since there can be more pairs than 32 bits count.
+template <unsigned GROUP>
 struct Walk {
     unsigned row;
     unsigned column;
@@ -410,8 +449,8 @@ struct Walk {
     unsigned columns;
 
     __device__ Walk(unsigned threads, unsigned extent) {
-        const unsigned groups = threads / LANES;
-        const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
+        const unsigned groups = threads / GROUP;
+        const unsigned group = blockIdx.x * groups + threadIdx.x / GROUP;
         row = group / extent;
         column = group % extent;
         row_step = gridDim.x * groups / extent;
@@ -434,14 +473,13 @@ template <unsigned PIECES>
 __device__ void move_disjoint(const unsigned long long* places, unsigned columns,
                               unsigned page_bits, const long long* src, const long long* dst,
                               unsigned rows, unsigned threads) {
-    for (Walk walk(threads, columns); walk.row < rows; walk.step()) {
+    for (Walk<LANES> walk(threads, columns); walk.row < rows; walk.step()) {
         const long long from = src[walk.row];
         const long long to = dst[walk.row];
         if (from != to) {
             const Column column(places, walk.column);
-            Held<PIECES> held;
-            held.template load<true>(column.at(from, page_bits), column);
-            held.store(column.at(to, page_bits), column);
+            Held<LANES, PIECES> held;
+            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
         }
     }
 }
@@ -487,37 +525,43 @@ struct HeldColumn {
     // Whether piece k of this thread is one, and of what row; `width_bits` says how many pieces of
     // a row the column has at most.
     __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
-                               unsigned& row, unsigned& piece) {
+                               unsigned& row, unsigned& offset) {
         const unsigned at = k * LIST_THREADS + threadIdx.x;
         row = at >> width_bits;
-        piece = at & ((1u << width_bits) - 1);
-        return row < rows && piece < column.pieces;
+        offset = at & ((1u << width_bits) - 1);
+        return row < rows && offset < column.pieces;
     }
-    // The list may not be judged yet: rows with a slot out of range read nothing.
-    __device__ void load(const ShortList& list, const Column& column, unsigned rows,
-                         unsigned width_bits, unsigned page_bits, long long num_slots) {
+    // The list may not be judged yet: rows with a slot out of range read nothing. It comes from
+    // global or from shared memory.
+    __device__ void load(const MoveList& list, const Column& column, unsigned rows,
+                         unsigned width_bits, unsigned page_bits) {
 #pragma unroll
         for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, at;
-            if (has(k, column, rows, width_bits, row, at)) {
-                const long long slot = list.from[row];
-                if (slot != list.to[row] && slot >= 0 && slot < num_slots) {
-                    piece[k] = load_piece<false>(column.at(slot, page_bits) + at * column.width,
-                                                 column.width);
+            unsigned row, offset;
+            if (has(k, column, rows, width_bits, row, offset)) {
+                const long long slot = list.src[row];
+                if (slot != list.dst[row] && list.holds(slot)) {
+                    const char* source = column.at(slot, page_bits);
+                    piece[k] = is_wide(column) ? load_piece<WIDE, false>(source + offset * WIDE)
+                                               : load_piece<4, false>(source + offset * 4);
                 }
             }
         }
     }
-    __device__ void store(const ShortList& list, const Column& column, unsigned rows,
+    __device__ void store(const MoveList& list, const Column& column, unsigned rows,
                           unsigned width_bits, unsigned page_bits) const {
 #pragma unroll
         for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, at;
-            if (has(k, column, rows, width_bits, row, at)) {
-                const long long slot = list.to[row];
-                if (slot != list.from[row]) {
-                    store_piece(column.at(slot, page_bits) + at * column.width, piece[k],
-                                column.width);
+            unsigned row, offset;
+            if (has(k, column, rows, width_bits, row, offset)) {
+                const long long slot = list.dst[row];
+                if (slot != list.src[row]) {
+                    char* destination = column.at(slot, page_bits);
+                    if (is_wide(column)) {
+                        store_piece<WIDE>(destination + offset * WIDE, piece[k]);
+                    } else {
+                        store_piece<4>(destination + offset * 4, piece[k]);
+                    }
                 }
             }
         }
@@ -600,16 +644,49 @@ constexpr int FOLLOWS = 0;  // moved by who moves the row that writes its source
 constexpr int STARTS = 1;   // its source is written by nobody
 constexpr int STAGED = 2;   // its source is read into the scratch before anything is written
 
+constexpr unsigned WARP = 32;
+using ChainHeld = Held<WARP, CHAIN_UNROLL>;
+
+// How a list that overlaps is moved. Heads are the rows that start a stretch of a chain.
+struct Order {
+    const int* of_row;  // [capacity, 2]: what the row is, and who reads its destination
+    const int* heads;   // [1 + capacity, 2]: how many, and how many of them are staged; then the
+                        // row and its place in the scratch, or -1
+    int column_bytes;
+    long long scratch_rows;
+    int first;  // columns of this launch
+    int columns;
+
+    // As many columns a launch as the scratch holds for what is staged. The launch with room for one
+    // more than all of them moves nothing.
+    __device__ Order(const int* of_row, const int* heads, int column_bytes, long long scratch_rows,
+                     int round, int num_places)
+        : of_row(of_row), heads(heads), column_bytes(column_bytes), scratch_rows(scratch_rows) {
+        const long long staged = heads[1] > 1 ? heads[1] : 1;
+        const long long room = scratch_rows / staged;
+        const long long begin = room * round;
+        first = static_cast<int>(begin < num_places ? begin : num_places);
+        columns = static_cast<int>(room < num_places - first ? room : num_places - first);
+    }
+    __device__ unsigned count() const { return static_cast<unsigned>(heads[0]); }
+    __device__ int row(unsigned head) const { return heads[2 + 2 * head]; }
+    __device__ int staged(unsigned head) const { return heads[3 + 2 * head]; }
+    __device__ long long offset(unsigned column, int place) const {
+        return (static_cast<long long>(column) * (heads[1] > 1 ? heads[1] : 1) + place) *
+               column_bytes;
+    }
+};
+
 // Moves one column of a row, and of all rows that follow it in its chain: each destination is read
 // for the next row before it is written.
 __device__ void move_chain(const Column& column, unsigned page_bits, const long long* dst,
-                           const int* order, int row, Held<UNROLL> held) {
+                           const int* order, int row, ChainHeld held) {
     long long to = dst[row];
     int next = order[2 * row + 1];
     for (;;) {
         const bool goes_on = next >= 0 && order[2 * next] == FOLLOWS;
         char* place = column.at(to, page_bits);
-        Held<UNROLL> ahead;
+        ChainHeld ahead;
         if (goes_on) {
             ahead.load<false>(place, column);
             to = dst[next];
@@ -665,10 +742,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     CARVE(cursor, long long, to, capacity);
     CARVE(cursor, unsigned, bucket, buckets);
     const ShortList list = {from, to, bucket, static_cast<unsigned>(buckets)};
-    const MoveList slots = {src, dst, num_slots};
-    const unsigned page = log2_of(page_slots);
+    const MoveList given = {src, dst, num_slots};
+    const MoveList slots = {from, to, num_slots};
+    const unsigned page_bits = log2_of(page_slots);
+    const unsigned width_bits = log2_of(column_pieces);
 
-    // Everything that does not depend on another load travels at once.
+    // Everything that does not depend on another load travels at once: a short list is all latency.
     const int length = count[0];
     unsigned number = blockIdx.x;
     const bool has_column = number < static_cast<unsigned>(num_columns);
@@ -690,13 +769,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         return;
     }
     const unsigned rows = static_cast<unsigned>(length);
-    const unsigned width_bits = log2_of(column_pieces);
-    __syncthreads();
-    bool by_column = capacity <= LIST_AHEAD;
+    const bool by_column = capacity <= LIST_AHEAD;
     HeldColumn held;
     if (by_column && has_column) {
-        held.load(list, column, rows, width_bits, page, num_slots);
+        held.load(given, column, rows, width_bits, page_bits);
     }
+    __syncthreads();
 
     bool illegal = false;
     for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
@@ -714,32 +792,34 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
             overlaps |= from[row] != to[row];
         }
     }
-    overlaps = __syncthreads_or(overlaps) != 0;
     illegal = __syncthreads_or(illegal) != 0;
     if (illegal) {
         if (blockIdx.x == 0) {
-            report_short(list, slots, rows, first, status);
+            report_short(list, given, rows, first, status);
         }
         return;
     }
-    if (blockIdx.x == 0) {
-        write_status(status, LEGAL, -1, overlaps);
-    }
-
-    if (!by_column && !overlaps) {
-        move_disjoint<LIST_UNROLL>(places, static_cast<unsigned>(num_places), page, from, to, rows,
-                                   LIST_THREADS);
-        return;
+    // Who moves column by column need not know, except for the one who says so.
+    if (!by_column || blockIdx.x == 0) {
+        overlaps = __syncthreads_or(overlaps) != 0;
+        if (blockIdx.x == 0) {
+            write_status(status, LEGAL, -1, overlaps);
+        }
+        if (!by_column && !overlaps) {
+            move_disjoint<LIST_UNROLL>(places, static_cast<unsigned>(num_places), page_bits, from,
+                                       to, rows, LIST_THREADS);
+            return;
+        }
     }
     // The barriers of the verdict stand between the loads of the first column and its stores.
     bool loaded = by_column;
     for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
         if (!loaded) {
             column = Column(columns, number);
-            held.load(list, column, rows, width_bits, page, num_slots);
+            held.load(slots, column, rows, width_bits, page_bits);
             __syncthreads();
         }
-        held.store(list, column, rows, width_bits, page);
+        held.store(slots, column, rows, width_bits, page_bits);
         loaded = false;
     }
 }
@@ -796,13 +876,18 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
 // @param status    read    int32  [4]           the verdict of relocate_check
 // @param writers   update  int32  [num_slots]   any content before; valid where the row says so
 // @param readers   update  int32  [num_slots]   likewise
+// @param heads     update  int32  [capacity + 1, 2]   the first two are cleared
 // @block ROWS_THREADS
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_index(const long long* __restrict__ src, const long long* __restrict__ dst,
                    const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, int* writers, int* readers) {
+                   const int* __restrict__ status, int* writers, int* readers, int* heads) {
     if (!in_order(status, count, capacity)) {
         return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        heads[0] = 0;
+        heads[1] = 0;
     }
     const int rows = count[0];
     for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < rows;
@@ -833,12 +918,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param writers   read    int32  [num_slots]
 // @param readers   read    int32  [num_slots]
 // @param order     update  int32  [capacity, 2]   written as far as the list reaches
+// @param heads     update  int32  [capacity + 1, 2]   the rows that start a stretch, in any order
 // @block ROWS_THREADS
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_order(const long long* __restrict__ src, const long long* __restrict__ dst,
                    const int* __restrict__ count, int capacity, long long num_slots,
                    const int* __restrict__ status, const int* __restrict__ writers,
-                   const int* __restrict__ readers, int* order) {
+                   const int* __restrict__ readers, int* order, int* heads) {
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -857,63 +943,72 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
         }
         order[2 * row] = what;
         order[2 * row + 1] = next;
+        if (what != FOLLOWS) {
+            const int head = atomicAdd(&heads[0], 1);
+            heads[2 + 2 * head] = row;
+            heads[3 + 2 * head] = what == STAGED ? atomicAdd(&heads[1], 1) : -1;
+        }
     }
 }
 
-// Copies the sources of staged rows into the scratch, for some of the columns.
+// Copies the sources of staged rows into the scratch, for as many columns as it holds.
 //
-// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_order`. Column c of row r
-// has scratch_bytes bytes from ((c - first_place) * capacity + r) * scratch_bytes on.
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_order`. Launch number `round`
+// takes the columns behind those of the rounds before it; with room for scratch_rows >= capacity rows
+// of one column, ceil(num_places / floor(scratch_rows / capacity)) rounds take all of them, whatever
+// the list.
 //
 // @kernel relocate_stage
 // @param places        read    uint64 [num_places, 4]
 // @param num_places    value   int32                    columns of the pools
-// @param first_place   value   int32                    the first of this launch
-// @param round_places  value   int32                    and how many
+// @param round         value   int32
 // @param page_slots    value   int32
 // @param src           read    int64  [capacity]
 // @param count         read    int32  [1]
 // @param capacity      value   int32
 // @param status        read    int32  [4]
 // @param order         read    int32  [capacity, 2]
-// @param scratch_bytes value   int32                    of one column of one row, a multiple of 16
-// @param scratch       scratch uint8  [round_places * capacity * scratch_bytes] align=16
+// @param heads         read    int32  [capacity + 1, 2]
+// @param column_bytes  value   int32                    of one column of one row, a multiple of 16
+// @param scratch_rows  value   int64
+// @param scratch       scratch uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
-    relocate_stage(const unsigned long long* __restrict__ places, int num_places, int first_place,
-                   int round_places, int page_slots, const long long* __restrict__ src,
-                   const int* __restrict__ count, int capacity, const int* __restrict__ status,
-                   const int* __restrict__ order, int scratch_bytes, unsigned char* scratch) {
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+    relocate_stage(const unsigned long long* __restrict__ places, int num_places, int round,
+                   int page_slots, const long long* __restrict__ src, const int* __restrict__ count,
+                   int capacity, const int* __restrict__ status, const int* __restrict__ order,
+                   const int* __restrict__ heads, int column_bytes, long long scratch_rows,
+                   unsigned char* scratch) {
     if (!in_order(status, count, capacity)) {
         return;
     }
-    const unsigned rows = static_cast<unsigned>(count[0]);
-    for (Walk walk(ROWS_THREADS, static_cast<unsigned>(round_places)); walk.row < rows;
-         walk.step()) {
-        if (order[2 * walk.row] == STAGED) {
-            const Column column(places, first_place + walk.column);
-            Held<UNROLL> held;
-            held.load<false>(column.at(src[walk.row], log2_of(page_slots)), column);
-            const unsigned long long at =
-                static_cast<unsigned long long>(walk.column) * capacity + walk.row;
-            held.store(reinterpret_cast<char*>(scratch) + at * scratch_bytes, column);
+    const Order ordered(order, heads, column_bytes, scratch_rows, round, num_places);
+    if (ordered.columns == 0) {
+        return;
+    }
+    for (Walk<WARP> walk(ROWS_THREADS, ordered.columns); walk.row < ordered.count(); walk.step()) {
+        const int place = ordered.staged(walk.row);
+        if (place >= 0) {
+            const Column column(places, ordered.first + walk.column);
+            ChainHeld held;
+            held.load<false>(column.at(src[ordered.row(walk.row)], log2_of(page_slots)), column);
+            held.store(reinterpret_cast<char*>(scratch) + ordered.offset(walk.column, place),
+                       column);
         }
     }
 }
 
-// Moves the rows of a list that overlaps, in some of the columns, after `relocate_stage` for the same
-// ones.
+// Moves the rows of a list that overlaps, in the columns of one round, after `relocate_stage` for it.
 //
-// Launch: any number of blocks of ROWS_THREADS threads. Groups of 8 lanes move one column of the
-// rows of a stretch of a chain, from its cut or its start on: what is written is read before, by the
-// same thread.
+// Launch: any number of blocks of ROWS_THREADS threads. A warp moves one column of the rows of a
+// stretch of a chain, from its cut or its start on: what is written is read before, by the same
+// thread.
 //
 // @kernel relocate_chains
 // @param places        read    uint64 [num_places, 4]
 // @param num_places    value   int32
-// @param first_place   value   int32
-// @param round_places  value   int32
+// @param round         value   int32
 // @param page_slots    value   int32
 // @param src           read    int64  [capacity]
 // @param dst           read    int64  [capacity]
@@ -921,36 +1016,37 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
 // @param capacity      value   int32
 // @param status        read    int32  [4]
 // @param order         read    int32  [capacity, 2]
-// @param scratch_bytes value   int32
-// @param scratch       read    uint8  [round_places * capacity * scratch_bytes] align=16
+// @param heads         read    int32  [capacity + 1, 2]
+// @param column_bytes  value   int32
+// @param scratch_rows  value   int64
+// @param scratch       read    uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, CHAIN_RESIDENT)
-    relocate_chains(const unsigned long long* __restrict__ places, int num_places, int first_place,
-                    int round_places, int page_slots, const long long* __restrict__ src,
+    relocate_chains(const unsigned long long* __restrict__ places, int num_places, int round,
+                    int page_slots, const long long* __restrict__ src,
                     const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
                     const int* __restrict__ status, const int* __restrict__ order,
-                    int scratch_bytes, const unsigned char* scratch) {
+                    const int* __restrict__ heads, int column_bytes, long long scratch_rows,
+                    const unsigned char* scratch) {
     if (!in_order(status, count, capacity)) {
         return;
     }
-    const unsigned rows = static_cast<unsigned>(count[0]);
-    const unsigned page = log2_of(page_slots);
-    for (Walk walk(ROWS_THREADS, static_cast<unsigned>(round_places)); walk.row < rows;
-         walk.step()) {
-        const int what = order[2 * walk.row];
-        if (what == FOLLOWS) {
-            continue;
-        }
-        const Column column(places, first_place + walk.column);
-        const unsigned long long at =
-            static_cast<unsigned long long>(walk.column) * capacity + walk.row;
-        const char* source = what == STAGED
-                                 ? reinterpret_cast<const char*>(scratch) + at * scratch_bytes
-                                 : column.at(src[walk.row], page);
-        Held<UNROLL> held;
+    const Order ordered(order, heads, column_bytes, scratch_rows, round, num_places);
+    const unsigned page_bits = log2_of(page_slots);
+    if (ordered.columns == 0) {
+        return;
+    }
+    for (Walk<WARP> walk(ROWS_THREADS, ordered.columns); walk.row < ordered.count(); walk.step()) {
+        const int row = ordered.row(walk.row);
+        const int place = ordered.staged(walk.row);
+        const Column column(places, ordered.first + walk.column);
+        const char* source =
+            place >= 0 ? reinterpret_cast<const char*>(scratch) + ordered.offset(walk.column, place)
+                       : column.at(src[row], page_bits);
+        ChainHeld held;
         held.load<false>(source, column);
-        move_chain(column, page, dst, order, static_cast<int>(walk.row), held);
+        move_chain(column, page_bits, dst, order, row, held);
     }
 }
 

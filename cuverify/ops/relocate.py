@@ -33,8 +33,9 @@ LANES = 8
 """Threads that share one column of one row in `relocate_rows`."""
 LIST_ROWS = 1024
 """Most rows that a list may have room for to be moved in one launch."""
-SCRATCH_BYTES = 512 << 20
+SCRATCH_BYTES = 1 << 30
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
+_WARP = 32
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
 _HOST_CTAS = 2
@@ -185,6 +186,7 @@ def _workspace(
         "writers": Buffer((layout.num_slots,), "int32"),
         "readers": Buffer((layout.num_slots,), "int32"),
         "order": Buffer((capacity, 2), "int32"),
+        "heads": Buffer((capacity + 1, 2), "int32"),
         "scratch": Buffer((rounds * column,), "uint8"),
     }
 
@@ -222,6 +224,8 @@ class RelocateWorkspace:
         Of long lists that overlap: who writes and who reads a slot. Any content.
     order : tensor of int32, shape (capacity, 2), or None
         When each row is moved. Any content.
+    heads : tensor of int32, shape (capacity + 1, 2), or None
+        The rows that start a stretch. Any content.
     scratch : tensor of uint8, or None
         16-byte aligned. What the cuts of chains would overwrite; nothing before or after a call.
     """
@@ -233,6 +237,7 @@ class RelocateWorkspace:
     writers: Any = None
     readers: Any = None
     order: Any = None
+    heads: Any = None
     scratch: Any = None
 
     @classmethod
@@ -433,27 +438,29 @@ class RelocatePlan:
         by_row = _grid(num_ctas, device, -(-capacity // threads))
         yield kernels["relocate_index"].bind(
             by_row, threads,
-            src, dst, count, capacity, slots, held.status, held.writers, held.readers,
+            src, dst, count, capacity, slots, held.status, held.writers, held.readers, held.heads,
         )  # fmt: skip
         yield kernels["relocate_order"].bind(
             by_row, threads, src, dst, count, capacity, slots, held.status, held.writers,
-            held.readers, held.order,
+            held.readers, held.order, held.heads,
         )  # fmt: skip
-        room = int(held.scratch.shape[0]) // (capacity * shape.column_bytes)
-        for first in range(0, places, room):
-            number = min(room, places - first)
-            scratch = held.scratch[: number * capacity * shape.column_bytes]
-            stretches = -(-capacity * number * LANES // threads)
-            resident = _threads(rows, "ROWS_RESIDENT")
+        scratch_rows = int(held.scratch.shape[0]) // shape.column_bytes
+        scratch = held.scratch[: scratch_rows * shape.column_bytes]
+        rounds = -(-places // min(places, scratch_rows // capacity))
+        grid = _grid(
+            num_ctas, device, -(-capacity * places * _WARP // threads),
+            _threads(rows, "CHAIN_RESIDENT"),
+        )  # fmt: skip
+        for number in range(rounds):
             yield kernels["relocate_stage"].bind(
-                _grid(num_ctas, device, stretches, resident), threads,
-                held.places, places, first, number, page_size, src, count, capacity, held.status,
-                held.order, shape.column_bytes, scratch, reach=reach,
+                grid, threads,
+                held.places, places, number, page_size, src, count, capacity, held.status,
+                held.order, held.heads, shape.column_bytes, scratch_rows, scratch, reach=reach,
             )  # fmt: skip
             yield kernels["relocate_chains"].bind(
-                _grid(num_ctas, device, stretches, _threads(rows, "CHAIN_RESIDENT")), threads,
-                held.places, places, first, number, page_size, src, dst, count, capacity,
-                held.status, held.order, shape.column_bytes, scratch, reach=reach,
+                grid, threads,
+                held.places, places, number, page_size, src, dst, count, capacity, held.status,
+                held.order, held.heads, shape.column_bytes, scratch_rows, scratch, reach=reach,
             )  # fmt: skip
 
     def __call__(self) -> None:
@@ -656,7 +663,14 @@ class _Shape:
         one_launch = capacity <= list_rows
         if one_launch and capacity > ahead:
             values = {**_LONGER_LISTS, **values}
-            known.update(values)
+        if layout.first.device not in (None, "cpu"):
+            # The host lane runs the general text; on a GPU each instruction is fetched, too.
+            if all(part.width == _PIECE for part in layout.parts):
+                values = {"NARROW_ROWS": 0, **values}
+            if one_launch and capacity <= ahead:
+                pieces = -(-capacity * _COLUMN_PIECES // int(known["LIST_THREADS"]))
+                values = {"LIST_PIECES": 1 << (pieces - 1).bit_length(), **values}
+        known.update(values)
         room = int(known["LIST_THREADS"]) * int(known["LIST_PIECES"]) // capacity
         column_pieces = min(_COLUMN_PIECES, 1 << max(room, 1).bit_length() - 1)
         if one_launch and not room:
