@@ -36,6 +36,7 @@ _EXPORTS = {
 }
 _SUBMODULES = frozenset(
     {
+        "allocator",
         "bench",
         "benches",
         "buffers",
