@@ -73,7 +73,7 @@ def plan_compact(
     budget : int, optional
         Most rows to move.
     pinned : array_like of int
-        Live slots that must stay. Holes below them are filled all the same.
+        Slots that must stay as they are, live or not. Holes below them are filled all the same.
     first : int
         The lowest slot that may be used; those below belong to padding.
 
@@ -84,11 +84,11 @@ def plan_compact(
     """
     alive = _flags(live)
     most = _budget(budget)
-    holes = first + np.flatnonzero(~alive[first:])
-    movable = alive.copy()
-    movable[np.asarray(pinned, np.int64)] = False
-    movable[:first] = False
-    rows = np.flatnonzero(movable)[::-1]
+    may = np.ones(len(alive), bool)
+    may[:first] = False
+    may[np.asarray(pinned, np.int64)] = False
+    holes = np.flatnonzero(~alive & may)
+    rows = np.flatnonzero(alive & may)[::-1]
     pairs = min(len(rows), len(holes))
     # sources fall and destinations rise: once they meet nothing is left to gain
     wanted = int(np.count_nonzero(rows[:pairs] > holes[:pairs]))
