@@ -25,8 +25,15 @@
 //
 // Lists whose capacity is at most 1,024 rows take one launch, `relocate_list`. Longer ones take
 // `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
-// `relocate_index` and `relocate_order` follow, and then, for a few columns at a time,
-// `relocate_stage` and `relocate_chains`; otherwise these do nothing.
+// `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
+// time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
+// nothing.
+//
+// How a list that overlaps is ordered. A row that writes a slot must wait until that slot has been
+// read: rows hang together in chains, which may close. Some rows cut their chain: their source is
+// copied into the scratch before anything is written, so that nobody waits for them. What is left
+// between two cuts is a stretch, moved from its end: a row's phase is its distance to the end, and
+// no phase reads what it writes. Stretches of more than PHASES rows are cut again.
 //
 // Where rows are is said by tables of columns, uint64 [columns, 4]. A column is the part of every
 // row of one pool that is moved as one:
@@ -55,7 +62,7 @@
 #endif
 // pieces that a lane of a group loads before it stores any
 #ifndef LIST_UNROLL
-#define LIST_UNROLL 5
+#define LIST_UNROLL 3
 #endif
 // lists of up to so many rows are loaded before they are judged
 #ifndef LIST_AHEAD
@@ -81,17 +88,9 @@
 #ifndef ROWS_RESIDENT
 #define ROWS_RESIDENT 6
 #endif
-// and blocks that move chains of them
-#ifndef CHAIN_RESIDENT
-#define CHAIN_RESIDENT 5
-#endif
 // pieces that a lane loads before it stores any; 9 x 8 lanes x 16 bytes = a row of 1,152
 #ifndef UNROLL
 #define UNROLL 9
-#endif
-// pieces that a lane holds of each of two rows while it moves a chain; 3 x 32 lanes x 16 bytes
-#ifndef CHAIN_UNROLL
-#define CHAIN_UNROLL 3
 #endif
 // 0 where all rows are multiples of 16 bytes: no code for others
 #ifndef NARROW_ROWS
@@ -99,7 +98,11 @@
 #endif
 // neighbours on either side of a row in its chain that are asked whether the chain is cut there
 #ifndef ORDER_REACH
-#define ORDER_REACH 3
+#define ORDER_REACH 1
+#endif
+// launches that move the rows of a list that overlaps, for some of the columns
+#ifndef PHASES
+#define PHASES 4
 #endif
 
 namespace {
@@ -112,7 +115,7 @@ constexpr unsigned NOBODY = 0xffffffffu;
 static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
-static_assert(8 * UNROLL <= 32 * CHAIN_UNROLL, "a column that fits a group fits a warp");
+static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
@@ -385,29 +388,29 @@ __device__ bool is_wide(const Column& column) { return !NARROW_ROWS || column.wi
 
 // What the lanes of a group hold of one column of one row: all loads in front of the stores, so that
 // the misses of a lane overlap.
-template <unsigned GROUP, unsigned PIECES>
+template <unsigned PIECES>
 struct Held {
     uint4 piece[PIECES];
 
     template <unsigned WIDTH, bool READ_ONLY, bool WHOLE>
     __device__ void load_as(const char* source, unsigned pieces) {
-        const unsigned lane = threadIdx.x % GROUP;
+        const unsigned lane = threadIdx.x % LANES;
         source += lane * WIDTH;
 #pragma unroll
         for (unsigned k = 0; k < PIECES; ++k) {
-            if (WHOLE || k * GROUP + lane < pieces) {
-                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * GROUP * WIDTH);
+            if (WHOLE || k * LANES + lane < pieces) {
+                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * LANES * WIDTH);
             }
         }
     }
     template <unsigned WIDTH, bool WHOLE>
     __device__ void store_as(char* destination, unsigned pieces) const {
-        const unsigned lane = threadIdx.x % GROUP;
+        const unsigned lane = threadIdx.x % LANES;
         destination += lane * WIDTH;
 #pragma unroll
         for (unsigned k = 0; k < PIECES; ++k) {
-            if (WHOLE || k * GROUP + lane < pieces) {
-                store_piece<WIDTH>(destination + k * GROUP * WIDTH, piece[k]);
+            if (WHOLE || k * LANES + lane < pieces) {
+                store_piece<WIDTH>(destination + k * LANES * WIDTH, piece[k]);
             }
         }
     }
@@ -428,7 +431,7 @@ struct Held {
     }
     // Between rows of which nobody else reads or writes any.
     __device__ void move(const char* source, char* destination, const Column& column) {
-        if (is_wide(column) && column.pieces == GROUP * PIECES) {
+        if (is_wide(column) && column.pieces == LANES * PIECES) {
             load_as<WIDE, true, true>(source, column.pieces);
             store_as<WIDE, true>(destination, column.pieces);
         } else {
@@ -438,9 +441,8 @@ struct Held {
     }
 };
 
-// The way of a group of GROUP lanes through all pairs (row, column), the column fastest, in steps of
-// the whole grid. Two numbers, since there can be more pairs than 32 bits count.
-template <unsigned GROUP>
+// A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
+// numbers, since there can be more pairs than 32 bits count.
 struct Walk {
     unsigned row;
     unsigned column;
@@ -449,8 +451,8 @@ struct Walk {
     unsigned columns;
 
     __device__ Walk(unsigned threads, unsigned extent) {
-        const unsigned groups = threads / GROUP;
-        const unsigned group = blockIdx.x * groups + threadIdx.x / GROUP;
+        const unsigned groups = threads / LANES;
+        const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
         row = group / extent;
         column = group % extent;
         row_step = gridDim.x * groups / extent;
@@ -468,17 +470,17 @@ struct Walk {
     }
 };
 
-// Moves a list in which nobody reads what another one writes: any order is right.
+// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
+// right.
 template <unsigned PIECES>
-__device__ void move_disjoint(const unsigned long long* places, unsigned columns,
-                              unsigned page_bits, const long long* src, const long long* dst,
-                              unsigned rows, unsigned threads) {
-    for (Walk<LANES> walk(threads, columns); walk.row < rows; walk.step()) {
+__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
+                              const long long* src, const long long* dst, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
         const long long from = src[walk.row];
         const long long to = dst[walk.row];
         if (from != to) {
             const Column column(places, walk.column);
-            Held<LANES, PIECES> held;
+            Held<PIECES> held;
             held.move(column.at(from, page_bits), column.at(to, page_bits), column);
         }
     }
@@ -616,7 +618,7 @@ struct Index {
     __device__ static unsigned key(int row) { return static_cast<unsigned>(row) * 2654435769u; }
 
     // Whether a row that goes on a chain has the least key in its neighbourhood there. Keys of two
-    // rows differ, so that every cycle is cut somewhere, and no stretch without a cut is long.
+    // rows differ, so that every cycle is cut somewhere.
     __device__ bool is_cut(int row) const {
         int before = writer(src[row]);
         int behind = reader(dst[row]);
@@ -640,65 +642,35 @@ struct Index {
 };
 
 // What a row is in the order.
-constexpr int FOLLOWS = 0;  // moved by who moves the row that writes its source; or it stays
+constexpr int FOLLOWS = 0;  // the row that writes its source waits for it; or it stays
 constexpr int STARTS = 1;   // its source is written by nobody
 constexpr int STAGED = 2;   // its source is read into the scratch before anything is written
 
-constexpr unsigned WARP = 32;
-using ChainHeld = Held<WARP, CHAIN_UNROLL>;
+// Rows of a stretch that are counted from its end. Those further away are staged, each by itself: no
+// list that anybody makes has any.
+constexpr int FARTHEST = 16 * PHASES - 1;
 
-// How a list that overlaps is moved. Heads are the rows that start a stretch of a chain.
-struct Order {
-    const int* of_row;  // [capacity, 2]: what the row is, and who reads its destination
-    const int* heads;   // [1 + capacity, 2]: how many, and how many of them are staged; then the
-                        // row and its place in the scratch, or -1
+// The columns of one round: as many as the scratch holds for what is staged. The round behind the
+// last column has none.
+struct Round {
+    long long staged;
+    unsigned first;
+    unsigned columns;
     int column_bytes;
-    long long scratch_rows;
-    int first;  // columns of this launch
-    int columns;
 
-    // As many columns a launch as the scratch holds for what is staged. The launch with room for one
-    // more than all of them moves nothing.
-    __device__ Order(const int* of_row, const int* heads, int column_bytes, long long scratch_rows,
-                     int round, int num_places)
-        : of_row(of_row), heads(heads), column_bytes(column_bytes), scratch_rows(scratch_rows) {
-        const long long staged = heads[1] > 1 ? heads[1] : 1;
+    __device__ Round(int staged_rows, long long scratch_rows, int column_bytes, int round,
+                     int num_places)
+        : staged(staged_rows > 1 ? staged_rows : 1), column_bytes(column_bytes) {
         const long long room = scratch_rows / staged;
-        const long long begin = room * round;
-        first = static_cast<int>(begin < num_places ? begin : num_places);
-        columns = static_cast<int>(room < num_places - first ? room : num_places - first);
+        const long long begin = room * round < num_places ? room * round : num_places;
+        first = static_cast<unsigned>(begin);
+        columns = static_cast<unsigned>(room < num_places - begin ? room : num_places - begin);
     }
-    __device__ unsigned count() const { return static_cast<unsigned>(heads[0]); }
-    __device__ int row(unsigned head) const { return heads[2 + 2 * head]; }
-    __device__ int staged(unsigned head) const { return heads[3 + 2 * head]; }
+    // Where column `first + column` of a staged row is.
     __device__ long long offset(unsigned column, int place) const {
-        return (static_cast<long long>(column) * (heads[1] > 1 ? heads[1] : 1) + place) *
-               column_bytes;
+        return (column * staged + place) * column_bytes;
     }
 };
-
-// Moves one column of a row, and of all rows that follow it in its chain: each destination is read
-// for the next row before it is written.
-__device__ void move_chain(const Column& column, unsigned page_bits, const long long* dst,
-                           const int* order, int row, ChainHeld held) {
-    long long to = dst[row];
-    int next = order[2 * row + 1];
-    for (;;) {
-        const bool goes_on = next >= 0 && order[2 * next] == FOLLOWS;
-        char* place = column.at(to, page_bits);
-        ChainHeld ahead;
-        if (goes_on) {
-            ahead.load<false>(place, column);
-            to = dst[next];
-            next = order[2 * next + 1];
-        }
-        held.store(place, column);
-        if (!goes_on) {
-            return;
-        }
-        held = ahead;
-    }
-}
 
 }  // namespace
 
@@ -771,8 +743,18 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     const unsigned rows = static_cast<unsigned>(length);
     const bool by_column = capacity <= LIST_AHEAD;
     HeldColumn held;
+    Held<LIST_UNROLL> ahead;
+    Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
+    const bool has_row = !by_column && walk.row < rows;
     if (by_column && has_column) {
         held.load(given, column, rows, width_bits, page_bits);
+    }
+    if (has_row) {
+        column = Column(places, walk.column);
+        const long long slot = src[walk.row];
+        if (given.holds(slot)) {
+            ahead.load<false>(column.at(slot, page_bits), column);
+        }
     }
     __syncthreads();
 
@@ -806,8 +788,11 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
             write_status(status, LEGAL, -1, overlaps);
         }
         if (!by_column && !overlaps) {
-            move_disjoint<LIST_UNROLL>(places, static_cast<unsigned>(num_places), page_bits, from,
-                                       to, rows, LIST_THREADS);
+            if (has_row && from[walk.row] != to[walk.row]) {
+                ahead.store(column.at(to[walk.row], page_bits), column);
+            }
+            walk.step();
+            move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
             return;
         }
     }
@@ -876,18 +861,17 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
 // @param status    read    int32  [4]           the verdict of relocate_check
 // @param writers   update  int32  [num_slots]   any content before; valid where the row says so
 // @param readers   update  int32  [num_slots]   likewise
-// @param heads     update  int32  [capacity + 1, 2]   the first two are cleared
+// @param counts    update  int32  [PHASES + 1]   cleared
 // @block ROWS_THREADS
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_index(const long long* __restrict__ src, const long long* __restrict__ dst,
                    const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, int* writers, int* readers, int* heads) {
+                   const int* __restrict__ status, int* writers, int* readers, int* counts) {
     if (!in_order(status, count, capacity)) {
         return;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        heads[0] = 0;
-        heads[1] = 0;
+    if (blockIdx.x == 0 && threadIdx.x <= PHASES) {
+        counts[threadIdx.x] = 0;
     }
     const int rows = count[0];
     for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < rows;
@@ -899,14 +883,12 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     }
 }
 
-// Says of every row of a list that overlaps when it is moved: `order` int32 [capacity, 2], what it
-// is (0 follows another row or stays, 1 starts a chain, 2 starts one and its source is staged) and
-// the row that reads its destination, -1 where none does.
+// Says of every row of a list that overlaps whether it cuts its chain: `order` int32 [capacity, 2],
+// what it is (0 waits or stays, 1 its source is written by nobody, 2 it cuts) and the row that
+// reads its destination, -1 where none does.
 //
-// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_index`. A chain is cut, on
-// average, at every (2 * ORDER_REACH + 1)-th row, so that the stretches can be moved at the same
-// time; a cut row is read twice and written twice. A source with several readers is staged by all
-// of them but one.
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_index`. On average every
+// (2 * ORDER_REACH + 1)-th row of a chain cuts it. Of the readers of a slot all but one do.
 //
 // @kernel relocate_order
 // @param src       read    int64  [capacity]
@@ -918,13 +900,12 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param writers   read    int32  [num_slots]
 // @param readers   read    int32  [num_slots]
 // @param order     update  int32  [capacity, 2]   written as far as the list reaches
-// @param heads     update  int32  [capacity + 1, 2]   the rows that start a stretch, in any order
 // @block ROWS_THREADS
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_order(const long long* __restrict__ src, const long long* __restrict__ dst,
                    const int* __restrict__ count, int capacity, long long num_slots,
                    const int* __restrict__ status, const int* __restrict__ writers,
-                   const int* __restrict__ readers, int* order, int* heads) {
+                   const int* __restrict__ readers, int* order) {
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -943,20 +924,64 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
         }
         order[2 * row] = what;
         order[2 * row + 1] = next;
-        if (what != FOLLOWS) {
-            const int head = atomicAdd(&heads[0], 1);
-            heads[2 + 2 * head] = row;
-            heads[3 + 2 * head] = what == STAGED ? atomicAdd(&heads[1], 1) : -1;
-        }
     }
 }
 
-// Copies the sources of staged rows into the scratch, for as many columns as it holds.
+// Lists the rows of each phase, and those that are staged.
 //
-// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_order`. Launch number `round`
-// takes the columns behind those of the rounds before it; with room for scratch_rows >= capacity rows
-// of one column, ceil(num_places / floor(scratch_rows / capacity)) rounds take all of them, whatever
-// the list.
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_order`. The lists are in any
+// order; each row that moves is in one of them.
+//
+// @kernel relocate_phases
+// @param src       read    int64  [capacity]
+// @param dst       read    int64  [capacity]
+// @param count     read    int32  [1]
+// @param capacity  value   int32
+// @param status    read    int32  [4]
+// @param order     read    int32  [capacity, 2]
+// @param counts    update  int32  [PHASES + 1]             rows of each phase, and staged ones
+// @param phases    update  int32  [PHASES, capacity, 2]    a row, and its place in the scratch or -1
+// @param staged    update  int32  [capacity]               the row in each place
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+    relocate_phases(const long long* __restrict__ src, const long long* __restrict__ dst,
+                    const int* __restrict__ count, int capacity, const int* __restrict__ status,
+                    const int* __restrict__ order, int* counts, int* phases, int* staged) {
+    if (!in_order(status, count, capacity)) {
+        return;
+    }
+    for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < count[0];
+         row += gridDim.x * ROWS_THREADS) {
+        if (src[row] == dst[row]) {
+            continue;
+        }
+        int behind = 0;
+        for (int next = order[2 * row + 1];
+             behind <= FARTHEST && next >= 0 && order[2 * next] == FOLLOWS;
+             next = order[2 * next + 1]) {
+            ++behind;
+        }
+        const bool far = behind > FARTHEST;
+        const int phase = far ? 0 : behind % PHASES;
+        int place = -1;
+        // The row in front of the last one of a phase's turn need not wait for it: it is staged.
+        if (order[2 * row] == STAGED ||
+            (order[2 * row] == FOLLOWS && (far || phase == PHASES - 1))) {
+            place = atomicAdd(&counts[PHASES], 1);
+            staged[place] = row;
+        }
+        const long long at =
+            static_cast<long long>(phase) * capacity + atomicAdd(&counts[phase], 1);
+        phases[2 * at] = row;
+        phases[2 * at + 1] = place;
+    }
+}
+
+// Copies the sources of staged rows into the scratch, for the columns of one round.
+//
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_phases`. With room for
+// scratch_rows >= capacity rows of one column, ceil(num_places / floor(scratch_rows / capacity))
+// rounds take all columns, whatever the list; where less is staged the last ones have nothing to do.
 //
 // @kernel relocate_stage
 // @param places        read    uint64 [num_places, 4]
@@ -967,86 +992,85 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param count         read    int32  [1]
 // @param capacity      value   int32
 // @param status        read    int32  [4]
-// @param order         read    int32  [capacity, 2]
-// @param heads         read    int32  [capacity + 1, 2]
+// @param counts        read    int32  [PHASES + 1]
+// @param staged        read    int32  [capacity]
 // @param column_bytes  value   int32                    of one column of one row, a multiple of 16
 // @param scratch_rows  value   int64
 // @param scratch       scratch uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_stage(const unsigned long long* __restrict__ places, int num_places, int round,
                    int page_slots, const long long* __restrict__ src, const int* __restrict__ count,
-                   int capacity, const int* __restrict__ status, const int* __restrict__ order,
-                   const int* __restrict__ heads, int column_bytes, long long scratch_rows,
+                   int capacity, const int* __restrict__ status, const int* __restrict__ counts,
+                   const int* __restrict__ staged, int column_bytes, long long scratch_rows,
                    unsigned char* scratch) {
     if (!in_order(status, count, capacity)) {
         return;
     }
-    const Order ordered(order, heads, column_bytes, scratch_rows, round, num_places);
-    if (ordered.columns == 0) {
+    const int rows = counts[PHASES];
+    const Round part(rows, scratch_rows, column_bytes, round, num_places);
+    if (part.columns == 0) {
         return;
     }
-    for (Walk<WARP> walk(ROWS_THREADS, ordered.columns); walk.row < ordered.count(); walk.step()) {
-        const int place = ordered.staged(walk.row);
-        if (place >= 0) {
-            const Column column(places, ordered.first + walk.column);
-            ChainHeld held;
-            held.load<false>(column.at(src[ordered.row(walk.row)], log2_of(page_slots)), column);
-            held.store(reinterpret_cast<char*>(scratch) + ordered.offset(walk.column, place),
-                       column);
-        }
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
+         walk.step()) {
+        const Column column(places, part.first + walk.column);
+        Held<UNROLL> held;
+        held.move(column.at(src[staged[walk.row]], log2_of(page_slots)),
+                  reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
     }
 }
 
-// Moves the rows of a list that overlaps, in the columns of one round, after `relocate_stage` for it.
+// Moves the rows of one phase, in the columns of one round, after `relocate_stage` for it and all
+// phases before.
 //
-// Launch: any number of blocks of ROWS_THREADS threads. A warp moves one column of the rows of a
-// stretch of a chain, from its cut or its start on: what is written is read before, by the same
-// thread.
+// Launch: any number of blocks of ROWS_THREADS threads.
 //
-// @kernel relocate_chains
+// @kernel relocate_phase
 // @param places        read    uint64 [num_places, 4]
 // @param num_places    value   int32
 // @param round         value   int32
+// @param phase         value   int32                    from 0 on
 // @param page_slots    value   int32
 // @param src           read    int64  [capacity]
 // @param dst           read    int64  [capacity]
 // @param count         read    int32  [1]
 // @param capacity      value   int32
 // @param status        read    int32  [4]
-// @param order         read    int32  [capacity, 2]
-// @param heads         read    int32  [capacity + 1, 2]
+// @param counts        read    int32  [PHASES + 1]
+// @param phases        read    int32  [PHASES, capacity, 2]
 // @param column_bytes  value   int32
 // @param scratch_rows  value   int64
 // @param scratch       read    uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, CHAIN_RESIDENT)
-    relocate_chains(const unsigned long long* __restrict__ places, int num_places, int round,
-                    int page_slots, const long long* __restrict__ src,
-                    const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                    const int* __restrict__ status, const int* __restrict__ order,
-                    const int* __restrict__ heads, int column_bytes, long long scratch_rows,
-                    const unsigned char* scratch) {
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
+    relocate_phase(const unsigned long long* __restrict__ places, int num_places, int round,
+                   int phase, int page_slots, const long long* __restrict__ src,
+                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
+                   const int* __restrict__ status, const int* __restrict__ counts,
+                   const int* __restrict__ phases, int column_bytes, long long scratch_rows,
+                   const unsigned char* scratch) {
     if (!in_order(status, count, capacity)) {
         return;
     }
-    const Order ordered(order, heads, column_bytes, scratch_rows, round, num_places);
-    const unsigned page_bits = log2_of(page_slots);
-    if (ordered.columns == 0) {
+    const Round part(counts[PHASES], scratch_rows, column_bytes, round, num_places);
+    if (part.columns == 0) {
         return;
     }
-    for (Walk<WARP> walk(ROWS_THREADS, ordered.columns); walk.row < ordered.count(); walk.step()) {
-        const int row = ordered.row(walk.row);
-        const int place = ordered.staged(walk.row);
-        const Column column(places, ordered.first + walk.column);
+    const unsigned page_bits = log2_of(page_slots);
+    const int* listed = phases + 2ll * phase * capacity;
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
+         walk.step()) {
+        const int row = listed[2 * walk.row];
+        const int place = listed[2 * walk.row + 1];
+        const Column column(places, part.first + walk.column);
         const char* source =
-            place >= 0 ? reinterpret_cast<const char*>(scratch) + ordered.offset(walk.column, place)
-                       : column.at(src[row], page_bits);
-        ChainHeld held;
-        held.load<false>(source, column);
-        move_chain(column, page_bits, dst, order, row, held);
+            place < 0 ? column.at(src[row], page_bits)
+                      : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
+        Held<UNROLL> held;
+        held.move(source, column.at(dst[row], page_bits), column);
     }
 }
 
@@ -1076,6 +1100,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    move_disjoint<UNROLL>(places, static_cast<unsigned>(num_places), log2_of(page_slots), src, dst,
-                          static_cast<unsigned>(length), ROWS_THREADS);
+    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
+                          static_cast<unsigned>(length));
 }

@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import CaseError
-from cuverify.ops.relocate import LIST_ROWS, SCRATCH_BYTES, RelocatePlan, RelocateWorkspace
+from cuverify.ops.relocate import (
+    LIST_ROWS,
+    LONGER_LISTS,
+    SCRATCH_BYTES,
+    RelocatePlan,
+    RelocateWorkspace,
+)
 from cuverify.reference import relocate as oracle
 from cuverify.workload import RelocationBatch, real_batches
 
@@ -140,7 +146,7 @@ class RelocateCase:
         """Return all kernels, and the one for the longest short lists."""
         from cuverify.ops.relocate import relocate_kernels
 
-        longest = relocate_kernels(LIST_THREADS=256, LIST_RESIDENT=3)["relocate_list"]
+        longest = relocate_kernels(**LONGER_LISTS)["relocate_list"]
         return [*relocate_kernels().values(), longest]
 
     def batches(

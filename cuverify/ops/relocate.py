@@ -35,12 +35,11 @@ LIST_ROWS = 1024
 """Most rows that a list may have room for to be moved in one launch."""
 SCRATCH_BYTES = 1 << 30
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
-_WARP = 32
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
 _HOST_CTAS = 2
-# A short list is all latency, for which small blocks are better; a longer one is bandwidth.
-_LONGER_LISTS = {"LIST_THREADS": 256, "LIST_RESIDENT": 3}  # beyond LIST_AHEAD rows
+LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
+"""Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 # Several times what is resident, so that no multiprocessor waits for the slowest block's last row.
@@ -186,7 +185,9 @@ def _workspace(
         "writers": Buffer((layout.num_slots,), "int32"),
         "readers": Buffer((layout.num_slots,), "int32"),
         "order": Buffer((capacity, 2), "int32"),
-        "heads": Buffer((capacity + 1, 2), "int32"),
+        "counts": Buffer((shape.phases + 1,), "int32"),
+        "phases": Buffer((shape.phases, capacity, 2), "int32"),
+        "staged": Buffer((capacity,), "int32"),
         "scratch": Buffer((rounds * column,), "uint8"),
     }
 
@@ -223,9 +224,10 @@ class RelocateWorkspace:
     writers, readers : tensor of int32, shape (num_slots,), or None
         Of long lists that overlap: who writes and who reads a slot. Any content.
     order : tensor of int32, shape (capacity, 2), or None
-        When each row is moved. Any content.
-    heads : tensor of int32, shape (capacity + 1, 2), or None
-        The rows that start a stretch. Any content.
+        Which rows cut their chain. Any content.
+    counts, phases, staged : tensor of int32, or None
+        Shapes (P + 1,), (P, capacity, 2) and (capacity,) for P phases: which rows move in each, and
+        which of them are staged. Any content.
     scratch : tensor of uint8, or None
         16-byte aligned. What the cuts of chains would overwrite; nothing before or after a call.
     """
@@ -237,7 +239,9 @@ class RelocateWorkspace:
     writers: Any = None
     readers: Any = None
     order: Any = None
-    heads: Any = None
+    counts: Any = None
+    phases: Any = None
+    staged: Any = None
     scratch: Any = None
 
     @classmethod
@@ -431,37 +435,40 @@ class RelocatePlan:
             shared=_check_shared_bytes(0 if bitmap else slots),
         )  # fmt: skip
         threads = _threads(rows, "ROWS_THREADS")
+        grid = _grid(num_ctas, device, -(-capacity * places * LANES // threads))
         yield rows.bind(
-            _grid(num_ctas, device, -(-capacity * places * LANES // threads)), threads,
+            grid, threads,
             held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
         by_row = _grid(num_ctas, device, -(-capacity // threads))
         yield kernels["relocate_index"].bind(
             by_row, threads,
-            src, dst, count, capacity, slots, held.status, held.writers, held.readers, held.heads,
+            src, dst, count, capacity, slots, held.status, held.writers, held.readers, held.counts,
         )  # fmt: skip
         yield kernels["relocate_order"].bind(
             by_row, threads, src, dst, count, capacity, slots, held.status, held.writers,
-            held.readers, held.order, held.heads,
+            held.readers, held.order,
+        )  # fmt: skip
+        yield kernels["relocate_phases"].bind(
+            by_row, threads, src, dst, count, capacity, held.status, held.order, held.counts,
+            held.phases, held.staged,
         )  # fmt: skip
         scratch_rows = int(held.scratch.shape[0]) // shape.column_bytes
         scratch = held.scratch[: scratch_rows * shape.column_bytes]
         rounds = -(-places // min(places, scratch_rows // capacity))
-        grid = _grid(
-            num_ctas, device, -(-capacity * places * _WARP // threads),
-            _threads(rows, "CHAIN_RESIDENT"),
-        )  # fmt: skip
         for number in range(rounds):
             yield kernels["relocate_stage"].bind(
                 grid, threads,
                 held.places, places, number, page_size, src, count, capacity, held.status,
-                held.order, held.heads, shape.column_bytes, scratch_rows, scratch, reach=reach,
+                held.counts, held.staged, shape.column_bytes, scratch_rows, scratch, reach=reach,
             )  # fmt: skip
-            yield kernels["relocate_chains"].bind(
-                grid, threads,
-                held.places, places, number, page_size, src, dst, count, capacity, held.status,
-                held.order, held.heads, shape.column_bytes, scratch_rows, scratch, reach=reach,
-            )  # fmt: skip
+            for phase in range(shape.phases):
+                yield kernels["relocate_phase"].bind(
+                    grid, threads,
+                    held.places, places, number, phase, page_size, src, dst, count, capacity,
+                    held.status, held.counts, held.phases, shape.column_bytes, scratch_rows,
+                    scratch, reach=reach,
+                )  # fmt: skip
 
     def __call__(self) -> None:
         """Judge the list and move its rows, on torch's current stream."""
@@ -528,7 +535,7 @@ def relocate_kernels(**values: int) -> dict[str, Kernel]:
 @functools.cache
 def _kernels(values: tuple[tuple[str, int], ...]) -> dict[str, Kernel]:
     source = KernelSource.from_package("relocate", values=dict(values))
-    names = ("list", "check", "rows", "index", "order", "stage", "chains")
+    names = ("list", "check", "rows", "index", "order", "phases", "stage", "phase")
     return {f"relocate_{name}": Kernel(source, f"relocate_{name}") for name in names}
 
 
@@ -650,6 +657,7 @@ class _Shape:
     column_pieces: int
     column_bytes: int
     ahead: int
+    phases: int
     values: dict[str, int]
 
     @classmethod
@@ -662,7 +670,7 @@ class _Shape:
         ahead = int(known["LIST_AHEAD"])
         one_launch = capacity <= list_rows
         if one_launch and capacity > ahead:
-            values = {**_LONGER_LISTS, **values}
+            values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
@@ -682,7 +690,10 @@ class _Shape:
         columns = _table(layout.parts, column_pieces, even=False)
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
-        return cls(one_launch, places, columns, column_pieces, column_bytes, ahead, values)
+        return cls(
+            one_launch, places, columns, column_pieces, column_bytes, ahead, int(known["PHASES"]),
+            values,
+        )  # fmt: skip
 
 
 def _table(parts: Sequence[_Part], most: int, *, even: bool) -> NDArray[np.uint64]:
