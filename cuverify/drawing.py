@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 INK = "#1f2933"
@@ -16,6 +17,8 @@ SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8
 
 # What XML 1.0 cannot hold, even escaped; tokens decode to such characters.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+_SIZE = re.compile(r'<svg [^>]*?width="([\d.]+)" height="([\d.]+)"')
 
 Point = tuple[float, float]
 
@@ -96,6 +99,36 @@ class Svg:
         )
         ground = f'<rect width="{width}" height="{height}" fill="{PAPER}"/>'
         return "\n".join([head, ground, *self._elements, "</svg>"])
+
+
+def stacked(pictures: Sequence[str], titles: Sequence[str]) -> str:
+    """Put pictures one below the other, each under a title.
+
+    Parameters
+    ----------
+    pictures : sequence of str
+        Complete `svg` elements, as `Svg.to_string` makes them.
+    titles : sequence of str
+
+    Returns
+    -------
+    str
+        A complete `svg` element.
+    """
+    sizes = [_SIZE.search(picture) for picture in pictures]
+    extents = [(float(found[1]), float(found[2])) for found in sizes if found]
+    line = 22.0
+    whole = Svg(
+        max(width for width, _ in extents),
+        sum(height + line for _, height in extents),
+        title=", ".join(titles),
+    )
+    top = 0.0
+    for picture, title, (_, height) in zip(pictures, titles, extents, strict=True):
+        whole.text((8, top + 15), title, anchor="start", size=13)
+        whole._elements.append(picture.replace("<svg ", f'<svg y="{_n(top + line)}" ', 1))
+        top += height + line
+    return whole.to_string()
 
 
 def clip(text: str, length: int) -> str:

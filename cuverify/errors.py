@@ -53,6 +53,10 @@ class CaseError(CuverifyError):
     """A check case or a benchmark is unknown or broken."""
 
 
+class RelocationRefused(CuverifyError):  # noqa: N818
+    """Live KV rows cannot move now: somebody holds on to a slot, reads it, or has changed it."""
+
+
 class ArgumentError(CuverifyError):
     """One argument is wrong.
 

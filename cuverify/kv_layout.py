@@ -44,6 +44,10 @@ class Fragmentation:
         Runs of each request, in token order; 0 where it has no tokens.
     gap_edges : ndarray of int64, shape (K + 1,)
         Powers of two from 1. Gap k lies in ``[gap_edges[k], gap_edges[k + 1])``.
+    run_edges : ndarray of int64, shape (R + 1,)
+        Likewise, for run lengths in tokens.
+    run_lengths : ndarray of int64, shape (R,)
+        How many runs of all requests are so long.
     gaps_forward, gaps_backward : ndarray of int64, shape (K,)
         Where a run ends and the next one starts at a higher or a lower slot: how many slots lie
         between, in bins. A step back by one slot has none between and counts as 1.
@@ -54,6 +58,8 @@ class Fragmentation:
     gap_edges: NDArray[np.int64]
     gaps_forward: NDArray[np.int64]
     gaps_backward: NDArray[np.int64]
+    run_edges: NDArray[np.int64]
+    run_lengths: NDArray[np.int64]
 
     def bytes_per_run(self, row_bytes: int) -> NDArray[np.float64]:
         """Return the mean bytes that lie together, per request.
@@ -469,13 +475,49 @@ class KvLayout:
         size = np.frexp(gap)[1].astype(np.int64) - 1
         bins = int(size.max()) + 1 if len(size) else 0
         back = step[breaks] < 0
+        ends = np.flatnonzero(np.concatenate([breaks | ~inside, [True] * (len(slots) > 0)])) + 1
+        long = np.frexp(np.diff(ends, prepend=0))[1].astype(np.int64) - 1
+        run_bins = int(long.max()) + 1 if len(long) else 0
         return Fragmentation(
             tokens=tokens,
             runs=runs.astype(np.int64),
             gap_edges=2 ** np.arange(bins + 1, dtype=np.int64),
             gaps_forward=np.bincount(size[~back], minlength=bins).astype(np.int64),
             gaps_backward=np.bincount(size[back], minlength=bins).astype(np.int64),
+            run_edges=2 ** np.arange(run_bins + 1, dtype=np.int64),
+            run_lengths=np.bincount(long, minlength=run_bins).astype(np.int64),
         )
+
+    def units_per_tile(self, row_bytes: int, unit: int, *, tile: int = 64) -> float:
+        """Count the memory units that a tile of prefix rows touches, whole tiles only.
+
+        Parameters
+        ----------
+        row_bytes : int
+            Bytes of a slot's row; rows lie one behind the other.
+        unit : int
+            Bytes of a unit: 32 for a sector, 2,048 for a DRAM page.
+        tile : int
+            Consecutive tokens of one request.
+
+        Returns
+        -------
+        float
+            The mean over all tiles of all requests; 0 where there is none.
+        """
+        for name, value in (("row_bytes", row_bytes), ("unit", unit), ("tile", tile)):
+            _at_least(name, value, 1)
+        counts = []
+        for b in range(self.num_real):
+            slots = self.prefix_slots(b).astype(np.int64)
+            tiles = np.sort(slots[: len(slots) // tile * tile].reshape(-1, tile), axis=1)
+            first = tiles * row_bytes // unit
+            last = ((tiles + 1) * row_bytes - 1) // unit
+            # a row's first unit is its neighbour's last one, or a new one
+            shared = first[:, 1:] == last[:, :-1]
+            counts.append((last - first + 1).sum(axis=1) - shared.sum(axis=1))
+        found = np.concatenate([np.zeros(0, np.int64), *counts])
+        return float(found.mean()) if len(found) else 0.0
 
     # Pictures
 
@@ -612,6 +654,26 @@ class KvLayout:
             ),
             each,
         )
+
+
+def before_and_after_svg(
+    before: KvLayout, after: KvLayout, *, columns: int = 64, max_rows: int = 32
+) -> str:
+    """Draw one pool twice, such as before and after a relocation.
+
+    Parameters
+    ----------
+    before, after : KvLayout
+    columns, max_rows : int
+        Size of each map.
+
+    Returns
+    -------
+    str
+        A complete `svg` element, with `before` above `after`.
+    """
+    pictures = [layout.to_svg(columns=columns, max_rows=max_rows) for layout in (before, after)]
+    return drawing.stacked(pictures, ["before", "after"])
 
 
 def _frozen(values: Any, dtype: Any) -> NDArray[Any]:

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from cuverify.datasets import VARIABLE, find_data
 from cuverify.errors import ArgumentError, CaseError
+from cuverify.planner import plan_contiguous
 
 Slots = NDArray[np.int64]
 Trace = Literal["code", "conv"]
-FreeOrder = Literal["fifo", "lifo", "sorted"]
+FreeOrder = Literal["fifo", "lifo", "sorted", "kept"]
+CommitWay = Literal["rows", "table"]
 
 # Azure LLM inference traces of 2023: quantiles of 8,819 `code` and 19,366 `conv` requests, computed
 # from AzureLLMInferenceTrace_{code,conv}.csv of Azure/AzurePublicDataset, licence CC-BY 4.0; see
@@ -124,8 +126,8 @@ class RelocationBatch:
     kind : str
         Where the list comes from.
     chained_rows, chained_requests : int
-        Accepted-path moves that are not in the list because a source of one is the destination of
-        another, and the requests they belong to. See `accepted_path_moves`.
+        Rows of requests in which a source of one accepted-path move is the destination of another,
+        and those requests. See `accepted_path_moves`.
     """
 
     num_slots: int
@@ -217,8 +219,7 @@ def accepted_path_moves(
     An accepted path has ascending window indices ``p[0] = 0 < p[1] < ... < p[m]``, so that
     ``p[k] >= k``, and row ``p[k]`` goes to window slot ``k``. A source ``p[j] <= m`` with
     ``p[j] > j`` is also the destination of row ``p[p[j]]``: such a request's moves are chained.
-    They are right only when all sources are read first, and a kernel for disjoint lists refuses
-    them. A request is chained as a whole: without one of its rows its window would be wrong.
+    They are right only when all sources are read first.
 
     Parameters
     ----------
@@ -259,15 +260,16 @@ class FreeList:
     ----------
     num_slots : int
         Slots of the pool, slot 0 included.
-    order : {"fifo", "lifo", "sorted"}
+    order : {"fifo", "lifo", "sorted", "kept"}
         ``fifo``: released slots go to the tail, as in SGLang's token allocator. ``lifo``: to the
         front, as in its paged one. ``sorted``: they wait until the rest runs out, then all are
-        sorted, as in its token allocator with ``need_sort``.
+        sorted, as in its token allocator with ``need_sort``. ``kept``: sorted before every
+        allocation, as `cuverify.allocator.SortedFreeList` keeps it.
     """
 
     def __init__(self, num_slots: int, order: FreeOrder = "fifo") -> None:
-        if order not in ("fifo", "lifo", "sorted"):
-            raise ArgumentError("free_list", order, "must be 'fifo', 'lifo' or 'sorted'")
+        if order not in ("fifo", "lifo", "sorted", "kept"):
+            raise ArgumentError("free_list", order, "must be 'fifo', 'lifo', 'sorted' or 'kept'")
         self.order = order
         self._ready: Slots = np.arange(1, num_slots, dtype=np.int64)
         self._next = 0
@@ -281,7 +283,7 @@ class FreeList:
         """Take `number` slots from the front; the caller has made sure that there are so many."""
         if number > len(self):
             raise ArgumentError("number", number, f"only {len(self)} slots are free")
-        if number > len(self._ready) - self._next:
+        if number > len(self._ready) - self._next or (self.order == "kept" and self._waiting):
             self._merge()
         taken: Slots = self._ready[self._next : self._next + number].copy()
         self._next += number
@@ -292,9 +294,9 @@ class FreeList:
         if number > len(self):
             raise ArgumentError("number", number, f"only {len(self)} slots are free")
         ready = self._ready[self._next :]
-        if number > len(ready):
+        if number > len(ready) or self.order == "kept":
             ready = self.slots()
-            if self.order == "sorted":
+            if self.order != "fifo":
                 ready.sort()
         slots: Slots = ready[:number].copy()
         return slots
@@ -324,7 +326,7 @@ class FreeList:
 
     def _merge(self) -> None:
         self._ready, self._next = self.slots(), 0
-        if self.order == "sorted":
+        if self.order != "fifo":
             self._ready.sort()
         self._released, self._waiting = [], 0
 
@@ -333,8 +335,8 @@ class ChurnedPool:
     """A KV pool of page size 1 that serves requests by speculative decoding, and ages.
 
     In every step requests are admitted while their prompts fit, each running request gets a window
-    of `tree_tokens` slots, a path of it is accepted and committed by rows, the rest of the window
-    is released, and finished requests release all. Prefixes are not shared between requests. Where
+    of `tree_tokens` slots, a path of it is accepted and committed, the rest of the window is
+    released, and finished requests release all. Prefixes are not shared between requests. Where
     windows do not fit any more, requests are retracted, the youngest first.
 
     Parameters
@@ -353,8 +355,10 @@ class ChurnedPool:
     skip : float
         Probability that the next accepted node is not the next of the window; applied again for
         each node that is skipped.
-    free_list : {"fifo", "lifo", "sorted"}
+    free_list : {"fifo", "lifo", "sorted", "kept"}
         See `FreeList`.
+    commit : {"rows", "table"}
+        Whether accepted tokens keep the first slots of their window, or their own.
     occupancy : float
         Share of the pool up to which prompts are admitted.
     max_running : int
@@ -373,6 +377,7 @@ class ChurnedPool:
         acceptance: float = 0.7,
         skip: float = 0.4,
         free_list: FreeOrder = "fifo",
+        commit: CommitWay = "rows",
         occupancy: float = 0.9,
         max_running: int = 256,
         seed: int = 0,
@@ -389,6 +394,8 @@ class ChurnedPool:
             raise ArgumentError(
                 "acceptance, skip", (acceptance, skip), "must lie in [0, 1] and in [0, 1)"
             )
+        if commit not in ("rows", "table"):
+            raise ArgumentError("commit", commit, "must be 'rows' or 'table'")
         if max_running < 1:
             raise ArgumentError("max_running", max_running, "at least one request must run")
         lengths = request_lengths("conv", seed=seed) if lengths is None else lengths
@@ -396,6 +403,7 @@ class ChurnedPool:
             raise ArgumentError("lengths", lengths.source, "holds no request")
         self.num_slots = num_slots
         self.tree_tokens = tree_tokens
+        self.commit = commit
         self.free = FreeList(num_slots, free_list)
         self.retracted = 0
         self.allocated = 0  # slots handed out so far, windows included
@@ -454,7 +462,7 @@ class ChurnedPool:
         Returns
         -------
         RelocationBatch
-            The accepted-path moves of all requests whose moves are disjoint, the others counted.
+            The accepted-path moves of all requests; how many of them chain is counted.
         """
         self._admit()
         while self._running and len(self.free) < len(self._running) * self.tree_tokens:
@@ -466,23 +474,24 @@ class ChurnedPool:
         index, accepted = self._accept(requests)
         moves = accepted_path_moves(window, index, accepted, self.tree_tokens)
 
-        place = np.arange(self.tree_tokens)
-        kept = place <= accepted[:, None]
+        taken = np.arange(index.shape[1]) <= accepted[:, None]
+        request, at = np.nonzero(taken)
+        kept = np.zeros((requests, self.tree_tokens), bool)
+        nodes = index[taken] - request * self.tree_tokens if self.commit == "table" else at
+        kept[request, nodes] = True
         windows = window.reshape(requests, self.tree_tokens)
-        request, at = np.nonzero(kept)
-        self._table[rows[request], self._length[rows[request]] + at] = windows[kept]
+        self._table[rows[request], self._length[rows[request]] + at] = windows[request, nodes]
         self.free.release(windows[~kept])
         self._length[rows] += accepted + 1
         self._left[rows] -= accepted + 1
         for row in rows[self._left[rows] <= 0].tolist():
             self._finish(row)
 
-        free = ~moves.chained
         return RelocationBatch(
             num_slots=self.num_slots,
-            src=moves.src[free],
-            dst=moves.dst[free],
-            count=int(free.sum()),
+            src=moves.src,
+            dst=moves.dst,
+            count=len(moves.src),
             kind=f"accepted paths, {self.free.order}",
             chained_rows=int(moves.chained.sum()),
             chained_requests=len(np.unique(moves.request[moves.chained])),
@@ -520,6 +529,32 @@ class ChurnedPool:
             dst=dst.copy(),
             count=rows,
             kind=f"compaction, {self.free.order}",
+        )
+
+    def make_contiguous(self, max_rows: int | None = None) -> RelocationBatch:
+        """Lay the requests out one behind the other, the oldest first, and rewrite the tables.
+
+        Parameters
+        ----------
+        max_rows : int, optional
+            Budget of rows.
+
+        Returns
+        -------
+        RelocationBatch
+            A list that overlaps.
+        """
+        chains = [self._table[row, : self._length[row]] for row in self._running]
+        plan = plan_contiguous(chains, self.num_slots, budget=max_rows)
+        where = plan.permutation(self.num_slots)
+        self._table[:] = where[self._table]
+        self.free.replace(np.sort(where[self.free.slots()]))
+        return RelocationBatch(
+            num_slots=self.num_slots,
+            src=plan.src,
+            dst=plan.dst,
+            count=len(plan),
+            kind=f"made contiguous, {self.free.order}",
         )
 
     def _admit(self) -> None:

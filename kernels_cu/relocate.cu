@@ -1,15 +1,13 @@
 // Moves KV rows between the slots of a pool, in every layer, by lists that live on the device.
 //
-// A step that moves rows launches two kernels on one stream, `relocate_check` and then
-// `relocate_rows`. Row i of the list says "what slot src[i] holds goes to slot dst[i]", in every
-// layer. Only the first count[0] rows are the list; what stands behind them is never read as slots.
+// Row i of the list says "what slot src[i] holds goes to slot dst[i]", in every layer, as if every
+// source were read before any destination is written: lists may overlap, chain and cycle. Only the
+// first count[0] rows are the list; what stands behind them is never read as slots.
 //
 // A list is legal when
 //   - 0 <= count[0] <= capacity,
 //   - every slot of the list lies in [0, num_slots),
-//   - no slot is the destination of two rows,
-//   - no slot is the source of one row and the destination of another: nothing that is read is
-//     written, so the result is that of "read every source, then write every destination".
+//   - no slot is the destination of two rows.
 // A row with src == dst says "this slot stays". It moves nothing, may stand in the list any number
 // of times and its slot may be another row's source; a row that moves something into that slot
 // makes the list illegal (two rows have the same destination). Several rows may share a source.
@@ -18,19 +16,58 @@
 // the first row that is illegal together with the rows in front of it, so a fault has one report
 // whatever the schedule of the threads.
 //
-// status int32 [4], written completely by every launch of `relocate_check`:
+// status int32 [4], written completely by every launch of `relocate_list` or `relocate_check`:
 //   [0] 0 legal; 1 count out of range; 2 source out of range; 3 destination out of range;
-//       4 destination of two rows; 5 source of one row and destination of another
-//       (of two faults of one row the lower number)
+//       4 destination of two rows (of two faults of one row the lower number)
 //   [1] the row, -1 when the fault is the count's or there is none
-//   [2] low and [3] high word of the slot that is at fault (the count at code 1; 0 when legal)
+//   [2] low and [3] high word of the slot that is at fault (the count at code 1); of a legal list
+//       1 where a row writes what another one reads, else 0
 //
-// Both kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
+// Lists whose capacity is at most 1,024 rows take one launch, `relocate_list`. Longer ones take
+// `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
+// `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
+// time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
+// nothing.
+//
+// How a list that overlaps is ordered. A row that writes a slot must wait until that slot has been
+// read: rows hang together in chains, which may close. Some rows cut their chain: their source is
+// copied into the scratch before anything is written, so that nobody waits for them. What is left
+// between two cuts is a stretch, moved from its end: a row's phase is its distance to the end, and
+// no phase reads what it writes. Stretches of more than PHASES rows are cut again.
+//
+// Where rows are is said by tables of columns, uint64 [columns, 4]. A column is the part of every
+// row of one pool that is moved as one:
+//   [0] address of the part in slot 0
+//   [1] bytes from page to page, [2] bytes from slot to slot in a page
+//   [3] low 32 bits: pieces of the part; high 32 bits: bytes of a piece, 16 or 4
+// All columns are disjoint; pools may differ in row size. A page is page_slots slots, a power of two.
+//
+// All kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
 // contract allows; every buffer is the caller's.
 
 #include "shared.cuh"
 #include "vector.cuh"
 
+// threads of a block that judges and moves a short list
+#ifndef LIST_THREADS
+#define LIST_THREADS 128
+#endif
+// blocks of them that a multiprocessor shall hold: a limit to registers
+#ifndef LIST_RESIDENT
+#define LIST_RESIDENT 6
+#endif
+// pieces that a thread of them holds between reading and writing
+#ifndef LIST_PIECES
+#define LIST_PIECES 8
+#endif
+// pieces that a lane of a group loads before it stores any
+#ifndef LIST_UNROLL
+#define LIST_UNROLL 3
+#endif
+// lists of up to so many rows are loaded before they are judged
+#ifndef LIST_AHEAD
+#define LIST_AHEAD 128
+#endif
 // threads of the one block that checks
 #ifndef CHECK_THREADS
 #define CHECK_THREADS 1024
@@ -51,19 +88,35 @@
 #ifndef ROWS_RESIDENT
 #define ROWS_RESIDENT 6
 #endif
-// 16-byte pieces that a lane loads before it stores any; 9 x 8 lanes x 16 bytes = a row of 1,152
+// pieces that a lane loads before it stores any; 9 x 8 lanes x 16 bytes = a row of 1,152
 #ifndef UNROLL
 #define UNROLL 9
+#endif
+// 0 where all rows are multiples of 16 bytes: no code for others
+#ifndef NARROW_ROWS
+#define NARROW_ROWS 1
+#endif
+// neighbours on either side of a row in its chain that are asked whether the chain is cut there
+#ifndef ORDER_REACH
+#define ORDER_REACH 1
+#endif
+// launches that move the rows of a list that overlaps, for some of the columns
+#ifndef PHASES
+#define PHASES 4
 #endif
 
 namespace {
 
-// Lanes that share one row of one layer: their 16-byte pieces are a cache line.
+// Lanes that share one column of one row: their 16-byte pieces are a cache line.
 constexpr unsigned LANES = 8;
-constexpr unsigned PIECE = 16;
+constexpr unsigned WIDE = 16;  // bytes of a piece, where it is not 4
+constexpr unsigned NOBODY = 0xffffffffu;
 
 static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
+static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
+static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
+static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
 
@@ -72,7 +125,6 @@ constexpr int BAD_COUNT = 1;
 constexpr int BAD_SOURCE = 2;
 constexpr int BAD_DESTINATION = 3;
 constexpr int DUPLICATE_DESTINATION = 4;
-constexpr int OVERLAP = 5;
 
 struct MoveList {
     const long long* src;
@@ -161,6 +213,7 @@ struct GlobalMarks {
 
 struct Verdict {
     bool illegal;      // the block's
+    bool overlaps;     // the block's, of a legal list
     unsigned outside;  // this thread's first row with a slot out of range, else `rows`
 };
 
@@ -196,8 +249,10 @@ __device__ Verdict judge(const MoveList& list, const Head& head, unsigned rows,
     }
     __syncthreads();
     // A marked source is another row's destination; where src == dst it is a second destination.
+    bool overlaps = false;
     for (unsigned first = threadIdx.x; first < rows; first += CHECK_STEP) {
         const Slots src = batch_of(head.src, list.src, first, rows);
+        const Slots dst = batch_of(head.dst, list.dst, first, rows);
         unsigned found[CHECK_UNROLL];
 #pragma unroll
         for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
@@ -206,10 +261,13 @@ __device__ Verdict judge(const MoveList& list, const Head& head, unsigned rows,
         }
 #pragma unroll
         for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            conflict |= (found[k] & bit_of(src.at[k])) != 0;
+            const bool marked = (found[k] & bit_of(src.at[k])) != 0;
+            conflict |= marked && src.at[k] == dst.at[k];
+            overlaps |= marked && src.at[k] != dst.at[k];
         }
     }
-    return {__syncthreads_or(conflict || outside < rows) != 0, outside};
+    const bool overlapping = __syncthreads_or(overlaps) != 0;
+    return {__syncthreads_or(conflict || outside < rows) != 0, overlapping, outside};
 }
 
 __device__ void write_status(int* status, int code, int row, long long value) {
@@ -222,7 +280,7 @@ __device__ void write_status(int* status, int code, int row, long long value) {
 }
 
 // Names what is wrong with `row`, the first row that is illegal together with those in front of it.
-__device__ void report(const MoveList& list, const Head& head, unsigned row, int* status) {
+__device__ void report(const MoveList& list, unsigned row, int* status) {
     const long long src = list.src[row];
     const long long dst = list.dst[row];
     if (!list.holds(src)) {
@@ -233,24 +291,7 @@ __device__ void report(const MoveList& list, const Head& head, unsigned row, int
         write_status(status, BAD_DESTINATION, row, dst);
         return;
     }
-    bool duplicate = false;
-    bool overwritten = false;
-    for (unsigned first = threadIdx.x; first < row; first += CHECK_STEP) {
-        const Slots from = batch_of(head.src, list.src, first, row);
-        const Slots to = batch_of(head.dst, list.dst, first, row);
-#pragma unroll
-        for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            const bool earlier = first + k * CHECK_THREADS < row;
-            const bool moves = from.at[k] != to.at[k];
-            duplicate |= earlier && (moves || src != dst) && to.at[k] == dst;
-            overwritten |= earlier && moves && to.at[k] == src;
-        }
-    }
-    if (__syncthreads_or(duplicate)) {
-        write_status(status, DUPLICATE_DESTINATION, row, dst);
-        return;
-    }
-    write_status(status, OVERLAP, row, __syncthreads_or(overwritten) ? src : dst);
+    write_status(status, DUPLICATE_DESTINATION, row, dst);
 }
 
 // Judges the list and writes the verdict. `first_outside` is the block's.
@@ -277,7 +318,7 @@ __device__ void check(const MoveList& list, const int* count, int capacity, cons
         marks.clear(list, head, rows);
     }
     if (!whole.illegal) {
-        write_status(status, LEGAL, -1, 0);
+        write_status(status, LEGAL, -1, whole.overlaps);
         return;
     }
 
@@ -294,76 +335,481 @@ __device__ void check(const MoveList& list, const int* count, int capacity, cons
         (judge(list, head, middle, marks).illegal ? illegal : legal) = middle;
         marks.clear(list, head, middle);
     }
-    report(list, head, illegal - 1, status);
+    report(list, illegal - 1, status);
 }
 
-// Moves UNROLL pieces of a lane, all loads in front of the stores: the misses of a lane overlap.
-template <bool WHOLE>
-__device__ void move_pieces(const char* source, char* destination, unsigned left) {
-    uint4 batch[UNROLL];
-#pragma unroll
-    for (unsigned k = 0; k < UNROLL; ++k) {
-        if (WHOLE || k * LANES < left) {
-            batch[k] = load128_nc(source + k * LANES * PIECE);
-        }
+__device__ unsigned log2_of(int power_of_two) { return 31 - __clz(power_of_two); }
+
+// The part of every row of a pool that is moved as one.
+struct Column {
+    char* base;
+    unsigned long long page_stride;
+    unsigned long long row_stride;
+    unsigned pieces;
+    unsigned width;
+
+    __device__ Column(const unsigned long long* table, unsigned number) {
+        const unsigned long long* words = table + 4ull * number;
+        base = reinterpret_cast<char*>(words[0]);
+        page_stride = words[1];
+        row_stride = words[2];
+        pieces = static_cast<unsigned>(words[3]);
+        width = static_cast<unsigned>(words[3] >> 32);
     }
-#pragma unroll
-    for (unsigned k = 0; k < UNROLL; ++k) {
-        if (WHOLE || k * LANES < left) {
-            store128(destination + k * LANES * PIECE, batch[k]);
-        }
+
+    __device__ char* at(long long slot, unsigned page_bits) const {
+        const unsigned long long where = static_cast<unsigned long long>(slot);
+        const unsigned long long inside = where & ((1ull << page_bits) - 1);
+        return base + (where >> page_bits) * page_stride + inside * row_stride;
+    }
+};
+
+// A piece of 16 or of 4 bytes; of the narrow one only x means something.
+template <unsigned WIDTH, bool READ_ONLY>
+__device__ uint4 load_piece(const char* address) {
+    if (WIDTH == WIDE) {
+        return READ_ONLY ? load128_nc(address) : load128(address);
+    }
+    uint4 value = {0, 0, 0, 0};
+    value.x = *reinterpret_cast<const unsigned*>(address);
+    return value;
+}
+
+template <unsigned WIDTH>
+__device__ void store_piece(char* address, uint4 value) {
+    if (WIDTH == WIDE) {
+        store128(address, value);
+    } else {
+        *reinterpret_cast<unsigned*>(address) = value.x;
     }
 }
 
-// Copies one row by the LANES lanes that call it.
-__device__ void move_row(const char* source, char* destination, unsigned pieces, unsigned lane) {
-    for (unsigned piece = lane; piece < pieces; piece += UNROLL * LANES) {
-        const unsigned left = pieces - piece;
-        const unsigned long long at = static_cast<unsigned long long>(piece) * PIECE;
-        if (left > (UNROLL - 1) * LANES) {
-            move_pieces<true>(source + at, destination + at, left);
+__device__ bool is_wide(const Column& column) { return !NARROW_ROWS || column.width == WIDE; }
+
+// What the lanes of a group hold of one column of one row: all loads in front of the stores, so that
+// the misses of a lane overlap.
+template <unsigned PIECES>
+struct Held {
+    uint4 piece[PIECES];
+
+    template <unsigned WIDTH, bool READ_ONLY, bool WHOLE>
+    __device__ void load_as(const char* source, unsigned pieces) {
+        const unsigned lane = threadIdx.x % LANES;
+        source += lane * WIDTH;
+#pragma unroll
+        for (unsigned k = 0; k < PIECES; ++k) {
+            if (WHOLE || k * LANES + lane < pieces) {
+                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * LANES * WIDTH);
+            }
+        }
+    }
+    template <unsigned WIDTH, bool WHOLE>
+    __device__ void store_as(char* destination, unsigned pieces) const {
+        const unsigned lane = threadIdx.x % LANES;
+        destination += lane * WIDTH;
+#pragma unroll
+        for (unsigned k = 0; k < PIECES; ++k) {
+            if (WHOLE || k * LANES + lane < pieces) {
+                store_piece<WIDTH>(destination + k * LANES * WIDTH, piece[k]);
+            }
+        }
+    }
+    template <bool READ_ONLY>
+    __device__ void load(const char* source, const Column& column) {
+        if (is_wide(column)) {
+            load_as<WIDE, READ_ONLY, false>(source, column.pieces);
         } else {
-            move_pieces<false>(source + at, destination + at, left);
+            load_as<4, READ_ONLY, false>(source, column.pieces);
         }
     }
-}
+    __device__ void store(char* destination, const Column& column) const {
+        if (is_wide(column)) {
+            store_as<WIDE, false>(destination, column.pieces);
+        } else {
+            store_as<4, false>(destination, column.pieces);
+        }
+    }
+    // Between rows of which nobody else reads or writes any.
+    __device__ void move(const char* source, char* destination, const Column& column) {
+        if (is_wide(column) && column.pieces == LANES * PIECES) {
+            load_as<WIDE, true, true>(source, column.pieces);
+            store_as<WIDE, true>(destination, column.pieces);
+        } else {
+            load<true>(source, column);
+            store(destination, column);
+        }
+    }
+};
 
-// A group's way through all pairs (row, layer), the layer fastest, in steps of the whole grid. Two
+// A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
 // numbers, since there can be more pairs than 32 bits count.
 struct Walk {
     unsigned row;
-    unsigned layer;
+    unsigned column;
     unsigned row_step;
-    unsigned layer_step;
-    unsigned layers;
+    unsigned column_step;
+    unsigned columns;
 
-    __device__ Walk(unsigned group, unsigned groups, unsigned extent)
-        : row(group / extent),
-          layer(group % extent),
-          row_step(groups / extent),
-          layer_step(groups % extent),
-          layers(extent) {}
+    __device__ Walk(unsigned threads, unsigned extent) {
+        const unsigned groups = threads / LANES;
+        const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
+        row = group / extent;
+        column = group % extent;
+        row_step = gridDim.x * groups / extent;
+        column_step = gridDim.x * groups % extent;
+        columns = extent;
+    }
 
     __device__ void step() {
         row += row_step;
-        layer += layer_step;
-        if (layer >= layers) {
-            layer -= layers;
+        column += column_step;
+        if (column >= columns) {
+            column -= columns;
             ++row;
         }
     }
 };
 
-// Where one row of one layer comes from and goes to.
-struct Place {
-    long long from;
-    long long to;
-    unsigned long long pool;
+// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
+// right.
+template <unsigned PIECES>
+__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
+                              const long long* src, const long long* dst, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
+        const long long from = src[walk.row];
+        const long long to = dst[walk.row];
+        if (from != to) {
+            const Column column(places, walk.column);
+            Held<PIECES> held;
+            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
+        }
+    }
+}
+
+// A short list in shared memory, and a hash table of the rows that move, by destination.
+struct ShortList {
+    long long* from;
+    long long* to;
+    unsigned* bucket;  // NOBODY or a row
+    unsigned buckets;  // a power of two, at least twice the rows
+
+    __device__ unsigned first_bucket(long long slot) const {
+        const unsigned low = static_cast<unsigned>(slot);
+        const unsigned high = static_cast<unsigned>(static_cast<unsigned long long>(slot) >> 32);
+        return (((low ^ high) * 2654435769u) >> 7) & (buckets - 1);
+    }
+
+    // Enters a row; says whether another row with the same destination is there.
+    __device__ bool enter(unsigned row) const {
+        for (unsigned at = first_bucket(to[row]);; at = (at + 1) & (buckets - 1)) {
+            const unsigned other = atomicCAS(&bucket[at], NOBODY, row);
+            if (other == NOBODY || to[other] == to[row]) {
+                return other != NOBODY;
+            }
+        }
+    }
+
+    // Whether a row moves something into a slot.
+    __device__ bool is_written(long long slot) const {
+        for (unsigned at = first_bucket(slot);; at = (at + 1) & (buckets - 1)) {
+            const unsigned other = bucket[at];
+            if (other == NOBODY || to[other] == slot) {
+                return other != NOBODY;
+            }
+        }
+    }
+};
+
+// What a thread holds of one column of all rows, between reading and writing.
+struct HeldColumn {
+    uint4 piece[LIST_PIECES];
+
+    // Whether piece k of this thread is one, and of what row; `width_bits` says how many pieces of
+    // a row the column has at most.
+    __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
+                               unsigned& row, unsigned& offset) {
+        const unsigned at = k * LIST_THREADS + threadIdx.x;
+        row = at >> width_bits;
+        offset = at & ((1u << width_bits) - 1);
+        return row < rows && offset < column.pieces;
+    }
+    // The list may not be judged yet: rows with a slot out of range read nothing. It comes from
+    // global or from shared memory.
+    __device__ void load(const MoveList& list, const Column& column, unsigned rows,
+                         unsigned width_bits, unsigned page_bits) {
+#pragma unroll
+        for (unsigned k = 0; k < LIST_PIECES; ++k) {
+            unsigned row, offset;
+            if (has(k, column, rows, width_bits, row, offset)) {
+                const long long slot = list.src[row];
+                if (slot != list.dst[row] && list.holds(slot)) {
+                    const char* source = column.at(slot, page_bits);
+                    piece[k] = is_wide(column) ? load_piece<WIDE, false>(source + offset * WIDE)
+                                               : load_piece<4, false>(source + offset * 4);
+                }
+            }
+        }
+    }
+    __device__ void store(const MoveList& list, const Column& column, unsigned rows,
+                          unsigned width_bits, unsigned page_bits) const {
+#pragma unroll
+        for (unsigned k = 0; k < LIST_PIECES; ++k) {
+            unsigned row, offset;
+            if (has(k, column, rows, width_bits, row, offset)) {
+                const long long slot = list.dst[row];
+                if (slot != list.src[row]) {
+                    char* destination = column.at(slot, page_bits);
+                    if (is_wide(column)) {
+                        store_piece<WIDE>(destination + offset * WIDE, piece[k]);
+                    } else {
+                        store_piece<4>(destination + offset * 4, piece[k]);
+                    }
+                }
+            }
+        }
+    }
+};
+
+// Names the first row of a short list that is illegal together with those in front of it.
+__device__ void report_short(const ShortList& list, const MoveList& slots, unsigned rows,
+                             unsigned* first, int* status) {
+    for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
+        const long long from = list.from[row];
+        const long long to = list.to[row];
+        bool illegal = !slots.holds(from) || !slots.holds(to);
+        for (unsigned other = 0; other < row && !illegal; ++other) {
+            illegal = list.to[other] == to && (from != to || list.from[other] != to);
+        }
+        if (illegal) {
+            atomicMin(&first[0], row);
+            break;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        report(slots, first[0], status);
+    }
+}
+
+// Whether there is an order to find: the list is legal, overlaps, and its length fits.
+__device__ bool in_order(const int* status, const int* count, int capacity) {
+    const int length = count[0];
+    return status[0] == LEGAL && status[2] != 0 && length >= 0 && length <= capacity;
+}
+
+// Who writes and who reads a slot. The tables are not cleared between launches: an entry counts
+// only when the row that it names says the same.
+struct Index {
+    const long long* src;
+    const long long* dst;
+    const int* writers;
+    const int* readers;
+    int rows;
+
+    __device__ int writer(long long slot) const {
+        const int row = writers[slot];
+        return row >= 0 && row < rows && dst[row] == slot && src[row] != slot ? row : -1;
+    }
+    // One of the rows that read the slot, always the same one.
+    __device__ int reader(long long slot) const {
+        const int row = readers[slot];
+        return row >= 0 && row < rows && src[row] == slot && dst[row] != slot ? row : -1;
+    }
+    __device__ static unsigned key(int row) { return static_cast<unsigned>(row) * 2654435769u; }
+
+    // Whether a row that goes on a chain has the least key in its neighbourhood there. Keys of two
+    // rows differ, so that every cycle is cut somewhere.
+    __device__ bool is_cut(int row) const {
+        int before = writer(src[row]);
+        int behind = reader(dst[row]);
+        for (int step = 0; step < ORDER_REACH; ++step) {
+            if (before >= 0) {
+                if (key(before) < key(row)) {
+                    return false;
+                }
+                const long long slot = src[before];
+                before = reader(slot) == before ? writer(slot) : -1;
+            }
+            if (behind >= 0) {
+                if (key(behind) < key(row)) {
+                    return false;
+                }
+                behind = reader(dst[behind]);
+            }
+        }
+        return true;
+    }
+};
+
+// What a row is in the order.
+constexpr int FOLLOWS = 0;  // the row that writes its source waits for it; or it stays
+constexpr int STARTS = 1;   // its source is written by nobody
+constexpr int STAGED = 2;   // its source is read into the scratch before anything is written
+
+// Rows of a stretch that are counted from its end. Those further away are staged, each by itself: no
+// list that anybody makes has any.
+constexpr int FARTHEST = 16 * PHASES - 1;
+
+// The columns of one round: as many as the scratch holds for what is staged. The round behind the
+// last column has none.
+struct Round {
+    long long staged;
+    unsigned first;
+    unsigned columns;
+    int column_bytes;
+
+    __device__ Round(int staged_rows, long long scratch_rows, int column_bytes, int round,
+                     int num_places)
+        : staged(staged_rows > 1 ? staged_rows : 1), column_bytes(column_bytes) {
+        const long long room = scratch_rows / staged;
+        const long long begin = room * round < num_places ? room * round : num_places;
+        first = static_cast<unsigned>(begin);
+        columns = static_cast<unsigned>(room < num_places - begin ? room : num_places - begin);
+    }
+    // Where column `first + column` of a staged row is.
+    __device__ long long offset(unsigned column, int place) const {
+        return (column * staged + place) * column_bytes;
+    }
 };
 
 }  // namespace
 
-// Judges one list and writes `status`. Must run, on the same stream, before each `relocate_rows`.
+// Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
+//
+// Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
+// shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
+// block waits for another. A list of up to LIST_AHEAD rows, and any that overlaps, is moved column
+// by column: a block reads a column of all rows before it writes any of it. A longer disjoint list
+// is moved row by row. capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places
+// cover the same bytes, those of `columns` in at most column_pieces pieces, those of `places` in at
+// most 8 * UNROLL. The first slots of the dead tail may be loaded, as numbers.
+//
+// @kernel relocate_list
+// @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
+// @param num_columns    value   int32
+// @param column_pieces  value   int32                       most pieces of one, a power of two
+// @param places         read    uint64 [num_places, 4]      the pools, in wide columns
+// @param num_places     value   int32
+// @param page_slots     value   int32                       slots of a page, a power of two
+// @param src            read    int64  [capacity]           source slots; a dead tail follows
+// @param dst            read    int64  [capacity]           destination slots, likewise
+// @param count          read    int32  [1]                  rows of the list
+// @param capacity       value   int32                       length of both lists, at most 1,024
+// @param num_slots      value   int64                       slots of every pool
+// @param buckets        value   int32                       a power of two, at least 2 * capacity
+// @param status         write   int32  [4]                  code, row, slot low word, high word
+// @reach columns        update                              the pools
+// @reach places         update                              the pools
+// @block LIST_THREADS
+// @shared 16 + 16 * (capacity + capacity % 2) + 4 * buckets
+extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
+    relocate_list(const unsigned long long* __restrict__ columns, int num_columns,
+                  int column_pieces, const unsigned long long* __restrict__ places, int num_places,
+                  int page_slots, const long long* __restrict__ src,
+                  const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
+                  long long num_slots, int buckets, int* status) {
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, unsigned, first, 1);
+    CARVE(cursor, long long, from, capacity);
+    CARVE(cursor, long long, to, capacity);
+    CARVE(cursor, unsigned, bucket, buckets);
+    const ShortList list = {from, to, bucket, static_cast<unsigned>(buckets)};
+    const MoveList given = {src, dst, num_slots};
+    const MoveList slots = {from, to, num_slots};
+    const unsigned page_bits = log2_of(page_slots);
+    const unsigned width_bits = log2_of(column_pieces);
+
+    // Everything that does not depend on another load travels at once: a short list is all latency.
+    const int length = count[0];
+    unsigned number = blockIdx.x;
+    const bool has_column = number < static_cast<unsigned>(num_columns);
+    Column column(columns, has_column ? number : 0);
+    for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
+        from[row] = src[row];
+        to[row] = dst[row];
+    }
+    for (unsigned at = threadIdx.x; at < list.buckets; at += LIST_THREADS) {
+        bucket[at] = NOBODY;
+    }
+    if (threadIdx.x == 0) {
+        first[0] = NOBODY;
+    }
+    if (length < 0 || length > capacity) {
+        if (blockIdx.x == 0) {
+            write_status(status, BAD_COUNT, -1, length);
+        }
+        return;
+    }
+    const unsigned rows = static_cast<unsigned>(length);
+    const bool by_column = capacity <= LIST_AHEAD;
+    HeldColumn held;
+    Held<LIST_UNROLL> ahead;
+    Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
+    const bool has_row = !by_column && walk.row < rows;
+    if (by_column && has_column) {
+        held.load(given, column, rows, width_bits, page_bits);
+    }
+    if (has_row) {
+        column = Column(places, walk.column);
+        const long long slot = src[walk.row];
+        if (given.holds(slot)) {
+            ahead.load<false>(column.at(slot, page_bits), column);
+        }
+    }
+    __syncthreads();
+
+    bool illegal = false;
+    for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
+        if (!slots.holds(from[row]) || !slots.holds(to[row])) {
+            illegal = true;
+        } else if (from[row] != to[row]) {
+            illegal |= list.enter(row);
+        }
+    }
+    illegal = __syncthreads_or(illegal) != 0;
+    bool overlaps = false;
+    for (unsigned row = threadIdx.x; row < rows && !illegal; row += LIST_THREADS) {
+        if (list.is_written(from[row])) {
+            illegal |= from[row] == to[row];
+            overlaps |= from[row] != to[row];
+        }
+    }
+    illegal = __syncthreads_or(illegal) != 0;
+    if (illegal) {
+        if (blockIdx.x == 0) {
+            report_short(list, given, rows, first, status);
+        }
+        return;
+    }
+    // Who moves column by column need not know, except for the one who says so.
+    if (!by_column || blockIdx.x == 0) {
+        overlaps = __syncthreads_or(overlaps) != 0;
+        if (blockIdx.x == 0) {
+            write_status(status, LEGAL, -1, overlaps);
+        }
+        if (!by_column && !overlaps) {
+            if (has_row && from[walk.row] != to[walk.row]) {
+                ahead.store(column.at(to[walk.row], page_bits), column);
+            }
+            walk.step();
+            move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
+            return;
+        }
+    }
+    // The barriers of the verdict stand between the loads of the first column and its stores.
+    bool loaded = by_column;
+    for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
+        if (!loaded) {
+            column = Column(columns, number);
+            held.load(slots, column, rows, width_bits, page_bits);
+            __syncthreads();
+        }
+        held.store(slots, column, rows, width_bits, page_bits);
+        loaded = false;
+    }
+}
+
+// Judges one long list and writes `status`. Must run, on one stream, before the kernels below.
 //
 // Launch: one block of CHECK_THREADS threads, whatever the list's length. The marks, one bit a slot,
 // are in dynamic shared memory where `bitmap` is None: 16 bytes for every 128 slots, and 16 more.
@@ -400,58 +846,261 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
     }
 }
 
-// Moves the rows of a list that `relocate_check` found legal, in all layers, in one launch.
+// Enters every row of a list that overlaps in two tables by slot: who writes it, who reads it.
+// Where several rows read a slot any one of them stays.
 //
-// Launch: any number of blocks of ROWS_THREADS threads; the grid need not know the list's length.
-// No shared memory. Groups of 8 lanes move one row of one layer each, with 16-byte accesses, and
-// stride over (row, layer) pairs. Slot s of layer l lies at layer_ptrs[l] + s * row_stride; the
-// pools of two layers share no byte of a row; bytes between row_bytes and row_stride stay
-// untouched. Where status[0] is not 0, or count[0] does not fit the list, nothing is written. The
-// first slots of the dead tail may be loaded, as numbers; they are never used.
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_check`. Nothing is written
+// where the list is illegal or does not overlap.
 //
-// @kernel relocate_rows
-// @param layer_ptrs  read    uint64 [layers]     addresses of the layers' pools, multiples of 16
-// @param layers      value   int32               layers, at least 1
-// @param row_bytes   value   int64               bytes of a row, a multiple of 16
-// @param row_stride  value   int64               bytes from slot to slot, a multiple of 16
-// @param src         read    int64  [capacity]   source slots; a dead tail follows
-// @param dst         read    int64  [capacity]   destination slots, likewise
-// @param count       read    int32  [1]          rows of the list
-// @param capacity    value   int32               length of src and dst
-// @param status      read    int32  [4]          the verdict of relocate_check
-// @reach layer_ptrs  update                      the pools, [slots, row_stride] bytes each
+// @kernel relocate_index
+// @param src       read    int64  [capacity]
+// @param dst       read    int64  [capacity]
+// @param count     read    int32  [1]
+// @param capacity  value   int32
+// @param num_slots value   int64
+// @param status    read    int32  [4]           the verdict of relocate_check
+// @param writers   update  int32  [num_slots]   any content before; valid where the row says so
+// @param readers   update  int32  [num_slots]   likewise
+// @param counts    update  int32  [PHASES + 1]   cleared
 // @block ROWS_THREADS
-extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
-    relocate_rows(const unsigned long long* __restrict__ layer_ptrs, int layers,
-                  long long row_bytes, long long row_stride, const long long* __restrict__ src,
-                  const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                  const int* __restrict__ status) {
-    constexpr unsigned GROUPS = ROWS_THREADS / LANES;
-    const unsigned group = blockIdx.x * GROUPS + threadIdx.x / LANES;
-    const unsigned groups = gridDim.x * GROUPS;
-    const unsigned pieces = static_cast<unsigned>(row_bytes / PIECE);
-    const unsigned lane = threadIdx.x % LANES;
-
-    // Row by row, a row's layers side by side: that order does not depend on the list's length. A
-    // short list is all latency, and its first places travel together with count and status.
-    Walk walk(group, groups, static_cast<unsigned>(layers));
-    Place place = {0, 0, 0};
-    if (walk.row < static_cast<unsigned>(capacity)) {
-        place = {src[walk.row], dst[walk.row], layer_ptrs[walk.layer]};
-    }
-    const int length = count[0];
-    if (status[0] != LEGAL || length < 0 || length > capacity) {
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+    relocate_index(const long long* __restrict__ src, const long long* __restrict__ dst,
+                   const int* __restrict__ count, int capacity, long long num_slots,
+                   const int* __restrict__ status, int* writers, int* readers, int* counts) {
+    if (!in_order(status, count, capacity)) {
         return;
     }
-    const unsigned rows = static_cast<unsigned>(length);
-    while (walk.row < rows) {
-        if (place.from != place.to) {
-            char* base = reinterpret_cast<char*>(place.pool);
-            move_row(base + place.from * row_stride, base + place.to * row_stride, pieces, lane);
-        }
-        walk.step();
-        if (walk.row < rows) {
-            place = {src[walk.row], dst[walk.row], layer_ptrs[walk.layer]};
+    if (blockIdx.x == 0 && threadIdx.x <= PHASES) {
+        counts[threadIdx.x] = 0;
+    }
+    const int rows = count[0];
+    for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < rows;
+         row += gridDim.x * ROWS_THREADS) {
+        if (src[row] != dst[row]) {
+            writers[dst[row]] = row;
+            atomicExch(&readers[src[row]], row);
         }
     }
+}
+
+// Says of every row of a list that overlaps whether it cuts its chain: `order` int32 [capacity, 2],
+// what it is (0 waits or stays, 1 its source is written by nobody, 2 it cuts) and the row that
+// reads its destination, -1 where none does.
+//
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_index`. On average every
+// (2 * ORDER_REACH + 1)-th row of a chain cuts it. Of the readers of a slot all but one do.
+//
+// @kernel relocate_order
+// @param src       read    int64  [capacity]
+// @param dst       read    int64  [capacity]
+// @param count     read    int32  [1]
+// @param capacity  value   int32
+// @param num_slots value   int64
+// @param status    read    int32  [4]
+// @param writers   read    int32  [num_slots]
+// @param readers   read    int32  [num_slots]
+// @param order     update  int32  [capacity, 2]   written as far as the list reaches
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+    relocate_order(const long long* __restrict__ src, const long long* __restrict__ dst,
+                   const int* __restrict__ count, int capacity, long long num_slots,
+                   const int* __restrict__ status, const int* __restrict__ writers,
+                   const int* __restrict__ readers, int* order) {
+    if (!in_order(status, count, capacity)) {
+        return;
+    }
+    const Index index = {src, dst, writers, readers, count[0]};
+    for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < index.rows;
+         row += gridDim.x * ROWS_THREADS) {
+        int what = FOLLOWS;
+        int next = -1;
+        if (src[row] != dst[row]) {
+            next = index.reader(dst[row]);
+            if (index.writer(src[row]) < 0) {
+                what = STARTS;
+            } else if (index.reader(src[row]) != row || index.is_cut(row)) {
+                what = STAGED;
+            }
+        }
+        order[2 * row] = what;
+        order[2 * row + 1] = next;
+    }
+}
+
+// Lists the rows of each phase, and those that are staged.
+//
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_order`. The lists are in any
+// order; each row that moves is in one of them.
+//
+// @kernel relocate_phases
+// @param src       read    int64  [capacity]
+// @param dst       read    int64  [capacity]
+// @param count     read    int32  [1]
+// @param capacity  value   int32
+// @param status    read    int32  [4]
+// @param order     read    int32  [capacity, 2]
+// @param counts    update  int32  [PHASES + 1]             rows of each phase, and staged ones
+// @param phases    update  int32  [PHASES, capacity, 2]    a row, and its place in the scratch or -1
+// @param staged    update  int32  [capacity]               the row in each place
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
+    relocate_phases(const long long* __restrict__ src, const long long* __restrict__ dst,
+                    const int* __restrict__ count, int capacity, const int* __restrict__ status,
+                    const int* __restrict__ order, int* counts, int* phases, int* staged) {
+    if (!in_order(status, count, capacity)) {
+        return;
+    }
+    for (int row = blockIdx.x * ROWS_THREADS + threadIdx.x; row < count[0];
+         row += gridDim.x * ROWS_THREADS) {
+        if (src[row] == dst[row]) {
+            continue;
+        }
+        int behind = 0;
+        for (int next = order[2 * row + 1];
+             behind <= FARTHEST && next >= 0 && order[2 * next] == FOLLOWS;
+             next = order[2 * next + 1]) {
+            ++behind;
+        }
+        const bool far = behind > FARTHEST;
+        const int phase = far ? 0 : behind % PHASES;
+        int place = -1;
+        // The row in front of the last one of a phase's turn need not wait for it: it is staged.
+        if (order[2 * row] == STAGED ||
+            (order[2 * row] == FOLLOWS && (far || phase == PHASES - 1))) {
+            place = atomicAdd(&counts[PHASES], 1);
+            staged[place] = row;
+        }
+        const long long at =
+            static_cast<long long>(phase) * capacity + atomicAdd(&counts[phase], 1);
+        phases[2 * at] = row;
+        phases[2 * at + 1] = place;
+    }
+}
+
+// Copies the sources of staged rows into the scratch, for the columns of one round.
+//
+// Launch: any number of blocks of ROWS_THREADS threads, after `relocate_phases`. With room for
+// scratch_rows >= capacity rows of one column, ceil(num_places / floor(scratch_rows / capacity))
+// rounds take all columns, whatever the list; where less is staged the last ones have nothing to do.
+//
+// @kernel relocate_stage
+// @param places        read    uint64 [num_places, 4]
+// @param num_places    value   int32                    columns of the pools
+// @param round         value   int32
+// @param page_slots    value   int32
+// @param src           read    int64  [capacity]
+// @param count         read    int32  [1]
+// @param capacity      value   int32
+// @param status        read    int32  [4]
+// @param counts        read    int32  [PHASES + 1]
+// @param staged        read    int32  [capacity]
+// @param column_bytes  value   int32                    of one column of one row, a multiple of 16
+// @param scratch_rows  value   int64
+// @param scratch       scratch uint8  [scratch_rows * column_bytes] align=16
+// @reach places        update
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
+    relocate_stage(const unsigned long long* __restrict__ places, int num_places, int round,
+                   int page_slots, const long long* __restrict__ src, const int* __restrict__ count,
+                   int capacity, const int* __restrict__ status, const int* __restrict__ counts,
+                   const int* __restrict__ staged, int column_bytes, long long scratch_rows,
+                   unsigned char* scratch) {
+    if (!in_order(status, count, capacity)) {
+        return;
+    }
+    const int rows = counts[PHASES];
+    const Round part(rows, scratch_rows, column_bytes, round, num_places);
+    if (part.columns == 0) {
+        return;
+    }
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
+         walk.step()) {
+        const Column column(places, part.first + walk.column);
+        Held<UNROLL> held;
+        held.move(column.at(src[staged[walk.row]], log2_of(page_slots)),
+                  reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
+    }
+}
+
+// Moves the rows of one phase, in the columns of one round, after `relocate_stage` for it and all
+// phases before.
+//
+// Launch: any number of blocks of ROWS_THREADS threads.
+//
+// @kernel relocate_phase
+// @param places        read    uint64 [num_places, 4]
+// @param num_places    value   int32
+// @param round         value   int32
+// @param phase         value   int32                    from 0 on
+// @param page_slots    value   int32
+// @param src           read    int64  [capacity]
+// @param dst           read    int64  [capacity]
+// @param count         read    int32  [1]
+// @param capacity      value   int32
+// @param status        read    int32  [4]
+// @param counts        read    int32  [PHASES + 1]
+// @param phases        read    int32  [PHASES, capacity, 2]
+// @param column_bytes  value   int32
+// @param scratch_rows  value   int64
+// @param scratch       read    uint8  [scratch_rows * column_bytes] align=16
+// @reach places        update
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
+    relocate_phase(const unsigned long long* __restrict__ places, int num_places, int round,
+                   int phase, int page_slots, const long long* __restrict__ src,
+                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
+                   const int* __restrict__ status, const int* __restrict__ counts,
+                   const int* __restrict__ phases, int column_bytes, long long scratch_rows,
+                   const unsigned char* scratch) {
+    if (!in_order(status, count, capacity)) {
+        return;
+    }
+    const Round part(counts[PHASES], scratch_rows, column_bytes, round, num_places);
+    if (part.columns == 0) {
+        return;
+    }
+    const unsigned page_bits = log2_of(page_slots);
+    const int* listed = phases + 2ll * phase * capacity;
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
+         walk.step()) {
+        const int row = listed[2 * walk.row];
+        const int place = listed[2 * walk.row + 1];
+        const Column column(places, part.first + walk.column);
+        const char* source =
+            place < 0 ? column.at(src[row], page_bits)
+                      : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
+        Held<UNROLL> held;
+        held.move(source, column.at(dst[row], page_bits), column);
+    }
+}
+
+// Moves the rows of a list that `relocate_check` found legal and that does not overlap.
+//
+// Launch: any number of blocks of ROWS_THREADS threads; the grid need not know the list's length.
+// No shared memory. Groups of 8 lanes move one column of one row each and stride over (row, column)
+// pairs. Bytes between rows stay untouched. Where status[0] is not 0, the list overlaps, or count[0]
+// does not fit it, nothing is written.
+//
+// @kernel relocate_rows
+// @param places        read    uint64 [num_places, 4]   columns of at most 8 * UNROLL pieces
+// @param num_places    value   int32                    columns of the pools, at least 1
+// @param page_slots    value   int32                    slots of a page, a power of two
+// @param src           read    int64  [capacity]        source slots; a dead tail follows
+// @param dst           read    int64  [capacity]        destination slots, likewise
+// @param count         read    int32  [1]               rows of the list
+// @param capacity      value   int32                    length of src and dst
+// @param status        read    int32  [4]               the verdict of relocate_check
+// @reach places        update                           the pools
+// @block ROWS_THREADS
+extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
+    relocate_rows(const unsigned long long* __restrict__ places, int num_places, int page_slots,
+                  const long long* __restrict__ src, const long long* __restrict__ dst,
+                  const int* __restrict__ count, int capacity, const int* __restrict__ status) {
+    const int length = count[0];
+    if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
+        return;
+    }
+    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
+                          static_cast<unsigned>(length));
 }

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from cuverify import kv_layout as kv_module
 from cuverify.errors import ArgumentError
-from cuverify.kv_layout import DUMMY, FREE, PAGE_SIZES, SHARED, KvLayout, Placement
+from cuverify.kv_layout import (
+    DUMMY,
+    FREE,
+    PAGE_SIZES,
+    SHARED,
+    KvLayout,
+    Placement,
+    before_and_after_svg,
+)
+from cuverify.strategies import kv_layouts
 from cuverify.workload import ChurnedPool, FreeList, FreeOrder, RequestLengths
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -490,3 +499,54 @@ def test_svg_is_well_formed(requests: int, num_slots: int) -> None:
 def test_examples_in_docstrings() -> None:
     found = doctest.testmod(kv_module)
     assert found.attempted > 0 and found.failed == 0
+
+
+def test_run_lengths_and_units_written_out() -> None:
+    table = np.array([[0] * 8, [4, 5, 6, 9, 11, 10, 3, 0]], np.int32)
+    layout = KvLayout(
+        num_slots=12, page_size=1, req_to_token=table, req_pool_indices=np.array([1]),
+        seq_lens=np.array([6]), tree_tokens=np.array([1]), out_cache_loc=np.array([3]),
+    )  # fmt: skip
+    found = layout.fragmentation()
+    # runs 4 5 6, 9, 11, 10
+    assert (found.run_edges.tolist(), found.run_lengths.tolist()) == ([1, 2, 4], [3, 1])
+    # rows of 48 bytes: slots 4 5 6 are bytes 192 to 336, slots 9 to 11 bytes 432 to 576
+    assert layout.units_per_tile(48, 32, tile=3) == ((336 - 192 + 31) // 32 + (576 - 416) // 32) / 2
+    assert layout.units_per_tile(48, 2048, tile=3) == 1.0
+    assert layout.units_per_tile(48, 32, tile=7) == 0.0
+
+
+@given(layout=kv_layouts(), tile=st.sampled_from([1, 4, 16]), unit=st.sampled_from([32, 100, 2048]))
+def test_runs_and_units_counted_by_hand(layout: KvLayout, tile: int, unit: int) -> None:
+    found = layout.fragmentation()
+    runs: list[int] = []
+    tiles: list[int] = []
+    for b in range(layout.num_requests):
+        slots = layout.prefix_slots(b).tolist()
+        for at, slot in enumerate(slots):
+            if at and slot == slots[at - 1] + 1:
+                runs[-1] += 1
+            else:
+                runs.append(1)
+        for at in range(0, len(slots) - tile + 1, tile) if b < layout.num_real else ():
+            rows = slots[at : at + tile]
+            tiles.append(
+                len({byte // unit for s in rows for byte in range(144 * s, 144 * s + 144)})
+            )
+    in_bins = np.histogram(runs, found.run_edges)[0] if runs else np.zeros(0)
+    assert (int(found.runs.sum()), found.run_lengths.tolist()) == (len(runs), in_bins.tolist())
+    mean = float(np.mean(tiles)) if tiles else 0.0
+    assert layout.units_per_tile(144, unit, tile=tile) == pytest.approx(mean)
+
+
+def test_a_pool_is_drawn_before_and_after() -> None:
+    before = KvLayout.build(seq_lens=[9, 7], tree_tokens=2, placement="scattered", num_slots=32)
+    after = KvLayout.build(seq_lens=[9, 7], tree_tokens=2, num_slots=32)
+    whole = before_and_after_svg(before, after, columns=16)
+    root = ElementTree.fromstring(whole)
+    inner = root.findall(f"{SVG}svg")
+    assert [float(picture.attrib["y"]) > 0 for picture in inner] == [True, True]
+    assert float(inner[1].attrib["y"]) > float(inner[0].attrib["height"])
+    assert [text.text for text in root.findall(f"{SVG}text")] == ["before", "after"]
+    cells = [[r.attrib["fill"] for r in p.iter(f"{SVG}rect")] for p in inner]
+    assert cells[0] != cells[1]

@@ -20,6 +20,7 @@ from cuverify.cases.relocate import CASE, RelocateStep
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, CaseError, CheckerError, LaunchError
 from cuverify.ops.relocate import (
+    LONGER_LISTS,
     RelocateCode,
     RelocatePlan,
     RelocateWorkspace,
@@ -41,7 +42,13 @@ from cuverify.workload import RelocationBatch, accepted_path_moves, real_batches
 Schedule = Literal["ascending", "descending", "random"]
 SCHEDULES: tuple[Schedule, ...] = ("ascending", "descending", "random")
 
+ONE_LAUNCH: dict[str, Any] = {}
+LONG: dict[str, Any] = {"list_rows": 0}  # the way of long lists, for lists of any length
+SCARCE: dict[str, Any] = {"list_rows": 0, "scratch_bytes": 0}  # with scratch for one column
+WAYS = {"one launch": ONE_LAUNCH, "long": LONG, "long, little scratch": SCARCE}
+
 gpu = pytest.mark.gpu
+both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
 
 
@@ -70,11 +77,8 @@ def judge_by_hand(src: Any, dst: Any, count: int, num_slots: int) -> list[int]:
             return status(3, at, d)
         if any(d == d2 and not (s == d and s2 == d2) for s2, d2 in before):
             return status(4, at, d)
-        if s != d and any(s == d2 and s2 != d2 for s2, d2 in before):
-            return status(5, at, s)
-        if s != d and any(d == s2 and s2 != d2 for s2, d2 in before):
-            return status(5, at, d)
-    return status(0, -1, 0)
+    written = {d for s, d in rows if s != d}
+    return status(0, -1, int(any(s in written for s, d in rows if s != d)))
 
 
 def wrong_in(step: RelocateStep) -> list[str]:
@@ -93,9 +97,11 @@ def assert_right(batch: RelocationBatch, xp: Target = "numpy", **how: Any) -> Re
     return step
 
 
-def assert_right_when_checked(batch: RelocationBatch, schedule: Schedule, seed: int = 0) -> None:
+def assert_right_when_checked(
+    batch: RelocationBatch, schedule: Schedule, seed: int = 0, **way: Any
+) -> None:
     with cuverify.checked(schedule=schedule, seed=seed):
-        assert_right(batch, num_ctas=3)
+        assert_right(batch, num_ctas=3, **way)
 
 
 class Replays:
@@ -150,12 +156,16 @@ LISTS = [
     ("a slot that stays is written", moves((3, 3), (4, 3)), [4, 1, 3, 0]),
     ("a slot that is written stays", moves((4, 3), (1, 1), (3, 3)), [4, 2, 3, 0]),
     ("duplicate", moves((1, 2), (3, 4), (5, 2)), [4, 2, 2, 0]),
-    ("chain", moves((1, 2), (2, 3)), [5, 1, 2, 0]),
-    ("chain backwards", moves((2, 3), (1, 2)), [5, 1, 2, 0]),
-    ("swap", moves((1, 2), (2, 1)), [5, 1, 2, 0]),
-    ("duplicate before overlap", moves((1, 2), (2, 3), (4, 2)), [5, 1, 2, 0]),
+    ("chain", moves((1, 2), (2, 3)), [0, -1, 1, 0]),
+    ("chain backwards", moves((2, 3), (1, 2)), [0, -1, 1, 0]),
+    ("swap", moves((1, 2), (2, 1)), [0, -1, 1, 0]),
+    ("cycle of three", moves((1, 2), (2, 3), (3, 1)), [0, -1, 1, 0]),
+    ("all rotate", moves(*((i, (i + 5) % 12) for i in range(12))), [0, -1, 1, 0]),
+    ("one source of many, overwritten", moves((1, 2), (1, 3), (4, 1), (1, 5)), [0, -1, 1, 0]),
+    ("a cycle with a branch", moves((1, 2), (2, 1), (1, 7), (2, 8), (7, 9)), [0, -1, 1, 0]),
+    ("duplicate behind a chain", moves((1, 2), (2, 3), (4, 2)), [4, 2, 2, 0]),
     ("duplicate and overlap of one row", moves((1, 2), (3, 4), (4, 2)), [4, 2, 2, 0]),
-    ("both ends overlap", moves((1, 2), (3, 4), (2, 3)), [5, 2, 2, 0]),
+    ("both ends overlap", moves((1, 2), (3, 4), (2, 3)), [0, -1, 1, 0]),
     ("source below", moves((1, 2), (-1, 3)), [2, 1, -1, -1]),
     ("source above", moves((12, 2)), [2, 0, 12, 0]),
     ("destination above", moves((1, 2**40)), [3, 0, 0, 256]),
@@ -191,8 +201,8 @@ def test_oracle_reads_every_source_before_it_writes() -> None:
 
 def test_oracle_leaves_pools_alone_where_the_list_is_illegal() -> None:
     pool = np.arange(5)[:, None]
-    status = oracle.relocate([pool], np.array([0, 1]), np.array([1, 2]), 2)
-    assert status[0] == oracle.OVERLAP
+    status = oracle.relocate([pool], np.array([0, 1]), np.array([2, 2]), 2)
+    assert status[0] == oracle.DUPLICATE_DESTINATION
     assert pool[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -208,22 +218,31 @@ def test_kernel_op_and_oracle_number_the_verdicts_alike() -> None:
 
 
 @both_lanes
+@both_ways
 @pytest.mark.parametrize("batch", [case[1] for case in LISTS], ids=[case[0] for case in LISTS])
-def test_written_lists(batch: RelocationBatch, xp: Target) -> None:
-    assert_right(batch, xp)
+def test_written_lists(batch: RelocationBatch, xp: Target, way: Any) -> None:
+    assert_right(batch, xp, **way)
 
 
 @examples(100)
-@given(batch=relocation_batches(max_slots=200), num_ctas=st.integers(1, 5))
-@example(batch=moves((0, 0), (0, 0), (3, 4), (0, 0)), num_ctas=1)  # a zero tail that is counted
-def test_drawn_lists_on_the_host_lane(batch: RelocationBatch, num_ctas: int) -> None:
-    assert_right(batch, num_ctas=num_ctas)
+@given(
+    batch=relocation_batches(max_slots=200),
+    num_ctas=st.integers(1, 5),
+    way=st.sampled_from([*WAYS.values()]),
+)
+# a zero tail that is counted
+@example(batch=moves((0, 0), (0, 0), (3, 4), (0, 0)), num_ctas=1, way=ONE_LAUNCH)
+def test_drawn_lists_on_the_host_lane(batch: RelocationBatch, num_ctas: int, way: Any) -> None:
+    assert_right(batch, num_ctas=num_ctas, **way)
 
 
 @examples(100)
-@given(batch=faulty_relocation_batches(max_slots=200, max_faults=4))
-def test_illegal_lists_on_the_host_lane(batch: RelocationBatch) -> None:
-    step = assert_right(batch)
+@given(
+    batch=faulty_relocation_batches(max_slots=200, max_faults=4),
+    way=st.sampled_from([ONE_LAUNCH, LONG]),
+)
+def test_illegal_lists_on_the_host_lane(batch: RelocationBatch, way: Any) -> None:
+    step = assert_right(batch, **way)
     before = step.expected()["pools"]
     np.testing.assert_array_equal(step.storage, before)
     with pytest.raises(ArgumentError, match="nothing was moved"):
@@ -235,17 +254,126 @@ def test_illegal_lists_on_the_host_lane(batch: RelocationBatch) -> None:
     batch=relocation_batches() | faulty_relocation_batches(max_faults=3),
     schedule=st.sampled_from(SCHEDULES),
     seed=st.integers(0, 99),
+    way=st.sampled_from([*WAYS.values()]),
 )
 def test_drawn_lists_under_the_checkers(
-    batch: RelocationBatch, schedule: Schedule, seed: int
+    batch: RelocationBatch, schedule: Schedule, seed: int, way: Any
 ) -> None:
-    assert_right_when_checked(batch, schedule, seed)
+    assert_right_when_checked(batch, schedule, seed, **way)
+
+
+POOLS = ((1, 9, 16, 16), (2, 24, 20, 32), (1, 70, 144, 160))  # layers, slots, row bytes, stride
+
+
+class KeptSteps:
+    """Steps whose buffers and launches stay, so that a list costs little more than its launches."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Any, RelocateStep] = {}
+
+    def of(self, shape: tuple[int, ...], way: str) -> RelocateStep:
+        if (shape, way) not in self.steps:
+            layers, slots, row_bytes, row_stride = shape
+            empty = moves(
+                num_slots=slots, layers=layers, row_bytes=row_bytes, row_stride=row_stride
+            )
+            step = RelocateStep(empty, "numpy", capacity=slots + 8, num_ctas=2, **WAYS[way])
+            self.steps[shape, way] = step
+        return self.steps[shape, way]
+
+
+KEPT = KeptSteps()
+
+
+@st.composite
+def lists_for_kept_steps(draw: st.DrawFn) -> tuple[tuple[int, ...], RelocationBatch]:
+    shape = draw(st.sampled_from(POOLS))
+    layers, slots, row_bytes, row_stride = shape
+    bounds: dict[str, Any] = {
+        "min_slots": slots, "max_slots": slots, "min_layers": layers, "max_layers": layers,
+        "row_bytes": (row_bytes,), "max_row_gap": 0,
+    }  # fmt: skip
+    strategy = relocation_batches(**bounds)
+    if draw(st.integers(0, 4)) == 4:
+        strategy = faulty_relocation_batches(**bounds)
+    batch = draw(strategy)
+    return shape, RelocationBatch(
+        slots, batch.src, batch.dst, batch.count, layers, row_bytes, row_stride
+    )
+
+
+@examples(2000)
+@given(
+    drawn=lists_for_kept_steps(),
+    schedule=st.sampled_from(SCHEDULES),
+    way=st.sampled_from([*WAYS]),
+)
+def test_two_thousand_lists_under_the_checkers(drawn: Any, schedule: Schedule, way: str) -> None:
+    shape, batch = drawn
+    step = KEPT.of(shape, way)
+    step.refill(batch)
+    with cuverify.checked(schedule=schedule):
+        assert wrong_in(step) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_real_lists_under_the_checkers(schedule: Schedule) -> None:
     for batch in real_batches(600, steps=2, max_rows=40, tree_tokens=8):
         assert_right_when_checked(batch, schedule)
+
+
+# --- pools of all kinds, one list ----------------------------------------------------------------
+
+
+def pools_of_all_kinds(pages: int, page_size: int) -> list[Any]:
+    """Return pools as views [pages, page_size, ...], or [slots, ...], full of noise."""
+    rng = np.random.default_rng([pages, page_size])
+
+    def noise(*shape: int) -> Any:
+        return rng.integers(0, 256, shape, np.uint8)
+
+    latent = noise(2, pages, page_size, 1152)  # two layers of MLA rows
+    grouped = noise(pages, 2, page_size, 96)  # heads outside of the page
+    packed = noise(pages, page_size, 128 + 16)  # keys, and scales behind them in the same row
+    scales = noise(pages, page_size, 3, 4)  # rows that are no multiple of 16 bytes
+    views = [latent[0], latent[1], grouped[:, 0], grouped[:, 1]]
+    views += [packed[:, :, :128], packed[:, :, 128:], scales]
+    return [view[:, 0] for view in views] if page_size == 1 else views
+
+
+@examples(60)
+@given(
+    page_size=st.sampled_from([1, 16, 64]),
+    data=st.data(),
+    way=st.sampled_from([*WAYS]),
+    checked=st.booleans(),
+)
+def test_pools_of_all_kinds_and_page_sizes(
+    page_size: int, data: Any, way: str, checked: bool
+) -> None:
+    slots = max(2 * page_size, 24)
+    batch = data.draw(relocation_batches(min_slots=slots, max_slots=slots, row_bytes=(16,)))
+    views = pools_of_all_kinds(slots // page_size, page_size)
+    src, dst = batch.src[: batch.count], batch.dst[: batch.count]
+    before = [view.copy() for view in views]
+    count = np.array([batch.count], np.int32)
+    more = {"page_size": page_size, "list_rows": WAYS[way].get("list_rows", 1024)}
+    workspace = RelocateWorkspace.allocate(
+        views, batch.capacity, scratch_bytes=WAYS[way].get("scratch_bytes", 1 << 20), **more
+    )
+    plan = RelocatePlan(views, batch.src, batch.dst, count, workspace=workspace, **more)
+    assert plan.row_bytes == 2 * 1152 + 2 * 96 + 144 + 12
+    if checked:
+        with cuverify.checked():
+            plan()
+    else:
+        plan()
+    assert plan.read_status().code == RelocateCode.LEGAL
+    for view, old in zip(views, before, strict=True):
+        flat = old.reshape(slots, -1)
+        right = flat.copy()
+        right[dst] = flat[src]
+        np.testing.assert_array_equal(view.reshape(slots, -1), right)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -257,7 +385,8 @@ def test_a_dead_tail_is_loaded_and_not_used(ahead: int, schedule: Schedule) -> N
     values = {"CHECK_THREADS": 32, "CHECK_UNROLL": 2, "CHECK_AHEAD": ahead}
     for count in (0, 1, 3, 4, 5):
         with cuverify.checked(schedule=schedule):
-            assert_right(RelocationBatch(200, src, dst, count), values=values)
+            assert_right(RelocationBatch(200, src, dst, count), values=values, **LONG)
+            assert_right(RelocationBatch(200, src, dst, count))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -265,7 +394,7 @@ def test_lists_longer_than_the_block_under_the_checkers(schedule: Schedule) -> N
     (batch,) = drawn(
         relocation_batches(
             min_slots=9000, max_slots=9000, min_rows=4400, max_rows=4400, row_bytes=(16,),
-            max_layers=1, max_row_gap=0, allow_stays=False,
+            max_layers=1, max_row_gap=0, allow_stays=False, shapes=["cycles"],
         ), 1,
     )  # fmt: skip
     assert_right_when_checked(batch, schedule)
@@ -279,10 +408,34 @@ def test_lists_longer_than_the_block_under_the_checkers(schedule: Schedule) -> N
 
 @both_lanes
 @pytest.mark.parametrize("unroll", [1, 2, 9])
-@pytest.mark.parametrize("row_bytes", [*ROW_BYTES, 2304])
+@pytest.mark.parametrize("row_bytes", [*ROW_BYTES, 4, 2304, 8192])
 def test_every_row_size_with_every_batch_of_loads(row_bytes: int, unroll: int, xp: Target) -> None:
-    batch = moves((1, 0), (5, 11), (7, 7), layers=3, row_bytes=row_bytes, row_stride=row_bytes + 32)
-    assert_right(batch.padded(6), xp, values={"UNROLL": unroll})
+    batch = moves(
+        (1, 0), (5, 11), (7, 7), (0, 5), layers=3, row_bytes=row_bytes, row_stride=row_bytes + 32
+    )
+    values = {"UNROLL": unroll, "LIST_UNROLL": unroll}
+    for way in WAYS.values():
+        assert_right(batch.padded(6), xp, values=values, **way)
+
+
+@both_lanes
+@pytest.mark.parametrize("way", ["long", "long, little scratch"])
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("rising", [False, True])
+def test_chains_that_nothing_cuts(rising: bool, closed: bool, way: str, xp: Target) -> None:
+    """Rows whose keys only rise along the chain: no neighbourhood has a least one."""
+    rows = 300  # far more than the phases count
+    by_key = np.argsort(np.arange(rows, dtype=np.uint32) * np.uint32(2654435769))
+    place = np.empty(rows, np.int64)
+    place[by_key if rising else by_key[::-1]] = np.arange(rows)
+    dst = place + 2
+    if closed:
+        dst[place == rows - 1] = 1
+    batch = RelocationBatch(rows + 3, place + 1, dst, rows, row_bytes=48, row_stride=48)
+    if xp == "numpy":
+        assert_right_when_checked(batch, "random", **WAYS[way])
+    else:
+        assert_right(batch, xp, **WAYS[way])
 
 
 @both_lanes
@@ -293,11 +446,12 @@ def test_every_number_of_layers(layers: int, xp: Target) -> None:
     )
     for num_ctas in (1, 2, 7):
         assert_right(batch, xp, num_ctas=num_ctas)
+        assert_right(batch, xp, num_ctas=num_ctas, **LONG)
 
 
 @both_lanes
 def test_grids_that_rows_and_layers_do_not_divide(xp: Target) -> None:
-    values = {"ROWS_THREADS": 32}
+    values = {"ROWS_THREADS": 32, "LIST_THREADS": 32, "LIST_AHEAD": 4}
     rows = [(2 * row, 2 * row + 1) for row in range(9)] + [(30, 30)]
     for count in (0, 1, 5, 10):
         for layers in (1, 3, 7):
@@ -305,6 +459,7 @@ def test_grids_that_rows_and_layers_do_not_divide(xp: Target) -> None:
             batch = moves(*rows[:count], num_slots=32, **shape).padded(12)
             for num_ctas in (1, 3, 20):
                 assert_right(batch, xp, num_ctas=num_ctas, values=values)
+                assert_right(batch, xp, num_ctas=num_ctas, values=values, **LONG)
 
 
 @both_lanes
@@ -332,49 +487,62 @@ def test_golden_paths(xp: Target) -> None:
     assert list(zip(g1.src.tolist(), g1.dst.tolist(), strict=True)) == [
         (6, 4), (7, 5), (8, 6), (32, 33), (34, 35),
     ]  # fmt: skip
-    whole = RelocationBatch(36, g1.src, g1.dst, 5)
-    step = assert_right(whole, xp)
-    assert step.plan.peek_status().code == RelocateCode.OVERLAP
-    with pytest.raises(ArgumentError, match=r"row 2, slot=6: is read by one row and written by an"):
-        step.plan.read_status()
-    rest = RelocationBatch(36, g1.src[~g1.chained], g1.dst[~g1.chained], 2)
-    step = assert_right(rest, xp)
-    assert step.plan.read_status().code == RelocateCode.LEGAL
+    for way in WAYS.values():
+        step = assert_right(RelocationBatch(36, g1.src, g1.dst, 5), xp, **way)
+        status = step.plan.read_status()
+        assert (status.code, status.overlaps) == (RelocateCode.LEGAL, True)
+        rest = RelocationBatch(36, g1.src[~g1.chained], g1.dst[~g1.chained], 2)
+        step = assert_right(rest, xp, **way)
+        assert not step.plan.read_status().overlaps
 
 
 def test_verdict_does_not_depend_on_the_number_of_threads() -> None:
     batches = drawn(faulty_relocation_batches(max_slots=300, max_faults=5), 20, seed=1)
     for batch in batches:
-        for values in ({"CHECK_THREADS": 32}, {"CHECK_THREADS": 256, "CHECK_UNROLL": 1}):
+        small = {"CHECK_THREADS": 32, "CHECK_UNROLL": 1, "LIST_THREADS": 64, "LIST_PIECES": 16}
+        for values in (small, {}):
+            assert_right(batch, values=values, **LONG)
             assert_right(batch, values=values)
 
 
 def test_rows_without_a_verdict_are_not_moved() -> None:
-    step = RelocateStep(moves((1, 2), (3, 4)), "numpy")
-    for code in range(1, 6):
-        step.workspace.status[:] = [code, 0, 0, 0]
-        step.plan.move()
-    for count in (-1, 3, 2**31 - 1):
-        step.workspace.status[:] = 0
-        step.count[0] = count
-        step.plan.move()
+    step = RelocateStep(moves((1, 2), (2, 4)), "numpy", **LONG)
+    step()
+    step.refill(moves((1, 2), (2, 4)))
+    for overlaps in (0, 1):
+        for code in range(1, 5):
+            step.workspace.status[:] = [code, 0, overlaps, 0]
+            for launch in step.plan.launches[1:]:
+                launch()
+        for count in (-1, 3, 2**31 - 1):
+            step.workspace.status[:] = [0, -1, overlaps, 0]
+            step.count[0] = count
+            for launch in step.plan.launches[1:]:
+                launch()
     np.testing.assert_array_equal(step.storage, RelocateStep(moves(), "numpy").storage)
 
 
-BARRIER = "__syncthreads();"
-BARRIERS = KernelSource.from_package("relocate").text.count(BARRIER)
+BARRIER = re.compile(r"__syncthreads\(\);|__syncthreads_or\(([^;]*)\) != 0;")
+TEXT = KernelSource.from_package("relocate").text
+BARRIERS = list(BARRIER.finditer(TEXT))
+CHECKING = [at for at, found in enumerate(BARRIERS) if found.start() < TEXT.index("report_short(")]
+LISTING = [at for at in range(len(BARRIERS)) if at not in CHECKING]
 
 
-@pytest.mark.parametrize("number", range(BARRIERS))
+def without_barrier(number: int) -> str:
+    """Return the text with one barrier taken out: each thread goes by what it found itself."""
+    found = BARRIERS[number]
+    alone = f"({found[1]}) != 0;" if found[1] else ""
+    return TEXT[: found.start()] + alone + TEXT[found.end() :]
+
+
+@pytest.mark.parametrize("number", CHECKING)
 @pytest.mark.parametrize("in_global_memory", [False, True])
-def test_no_barrier_is_superfluous(number: int, in_global_memory: bool) -> None:
+def test_no_barrier_of_the_check_is_superfluous(number: int, in_global_memory: bool) -> None:
     """Without any one barrier a checker objects, or a verdict is wrong, on some short list."""
-    parts = KernelSource.from_package("relocate").text.split(BARRIER)
-    text = (
-        BARRIER.join(parts[: number + 1]) + BARRIER.join(["", *parts[number + 1 :]])[len(BARRIER) :]
+    source = KernelSource.from_text(
+        without_barrier(number), name="mutant.cu", values={"CHECK_THREADS": 64}
     )
-    assert text.count(BARRIER) == BARRIERS - 1
-    source = KernelSource.from_text(text, name="mutant.cu", values={"CHECK_THREADS": 64})
     kernel = cuverify.Kernel(source, "relocate_check")
     # Conflicts and faults of rows that different warps hold.
     rows = [(row, 200 + row) for row in range(100)]
@@ -405,6 +573,37 @@ def fails_under_the_checkers(
     expected = oracle.judge(batch.src, batch.dst, batch.count, batch.num_slots)
     dirty = bitmap is not None and bool(bitmap.any())
     return dirty or status.tolist() != expected.tolist()
+
+
+@pytest.mark.parametrize("number", LISTING)
+def test_no_barrier_of_a_short_list_is_superfluous(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = KernelSource.from_text(
+        without_barrier(number), name="mutant.cu", values={"LIST_THREADS": 64, "LIST_AHEAD": 8}
+    )
+    kernel = cuverify.Kernel(mutant, "relocate_list")
+    known = relocate_kernels(LIST_THREADS=64, LIST_RESIDENT=6, LIST_AHEAD=8)
+    monkeypatch.setitem(known, "relocate_list", kernel)
+    values = {"LIST_THREADS": 64, "LIST_RESIDENT": 6, "LIST_AHEAD": 8}
+    shape: dict[str, Any] = {"num_slots": 400, "row_bytes": 32, "row_stride": 32}
+    rows = [(row, row + 1) for row in range(100)]
+    lists = [
+        rows,
+        [*rows[:80], (150, 5), *rows[81:]],
+        [(row, 200 + row) for row in range(100)],
+        [*rows[:98], (300, 300), (1, 300)],
+        [(1, 2), (2, 3), (3, 4)],
+    ]
+
+    def fails(rows: Any, schedule: Any) -> bool:
+        try:
+            with cuverify.checked(schedule=schedule):
+                return bool(wrong_in(RelocateStep(moves(*rows, **shape), "numpy", values=values)))
+        except CheckerError:
+            return True
+
+    assert any(fails(rows, schedule) for rows in lists for schedule in SCHEDULES)
 
 
 # --- large pools ---------------------------------------------------------------------------------
@@ -451,44 +650,45 @@ def huge_pools() -> list[Any]:
 
 def test_a_huge_pool_needs_a_bitmap_and_a_plan_brings_it() -> None:
     pools = huge_pools()
-    lists = np.array([7]), np.array([HUGE - 1]), np.array([1], np.int32)
+    lists = np.array([7, 8]), np.array([HUGE - 1, 7]), np.array([2], np.int32)
     pools[0][7] = 5
-    plan = RelocatePlan(pools, *lists)
+    plan = RelocatePlan(pools, *lists, list_rows=0)
     assert plan.workspace.bitmap.shape == (HUGE // 32,)
     plan()
     assert plan.read_status().code == RelocateCode.LEGAL
     assert (pools[0][HUGE - 1] == 5).all()
     assert not plan.workspace.bitmap.any()
-    without = RelocateWorkspace.allocate(pools, bitmap=False)
-    with pytest.raises(ArgumentError, match=r"workspace.bitmap=None: 2000000 slots .*\[62500\]"):
-        RelocatePlan(pools, *lists, workspace=without)
+    without = RelocateWorkspace.allocate(pools, 2, bitmap=False, list_rows=0)
+    with pytest.raises(ArgumentError, match=r"workspace.bitmap=None: 2000000 slots.*\[62500\]"):
+        RelocatePlan(pools, *lists, workspace=without, list_rows=0)
 
 
-def test_most_pools_need_no_bitmap() -> None:
+def test_most_pools_need_no_bitmap_and_short_lists_never() -> None:
     pools = [np.zeros((40, 64), np.uint8)]
-    plan = RelocatePlan(pools, np.array([7]), np.array([9]), np.array([1], np.int32))
-    assert plan.workspace.bitmap is None
-    assert RelocateWorkspace.allocate(pools, bitmap=True).bitmap.shape == (2,)
+    lists = np.array([7]), np.array([9]), np.array([1], np.int32)
+    assert RelocatePlan(pools, *lists, list_rows=0).workspace.bitmap is None
+    assert RelocateWorkspace.allocate(pools, 1, bitmap=True, list_rows=0).bitmap.shape == (2,)
+    assert RelocatePlan(huge_pools(), *lists).workspace.bitmap is None
 
 
 def good_arguments(**changes: Any) -> dict[str, Any]:
     pools = changes.pop("pools", [np.zeros((40, 64), np.uint8) for _ in range(3)])
+    way = {"list_rows": changes.pop("list_rows", 0)}
     arguments = {
         "pools": pools,
         "src": np.zeros(8, np.int64),
         "dst": np.zeros(8, np.int64),
         "count": np.zeros(1, np.int32),
     }
-    workspace = {
-        name: np.zeros(buffer.shape, buffer.dtype)
-        for name, buffer in relocate_workspace(40, 3).items()
-    }
-    for name, value in changes.items():
-        if name in workspace or name == "bitmap":
-            workspace[name] = value
-        else:
-            arguments[name] = value
-    return {**arguments, "workspace": RelocateWorkspace(**workspace)}
+    given = {name: value for name, value in changes.items() if name in arguments}
+    rest = {name: value for name, value in changes.items() if name not in arguments}
+    plan_only = {name: rest.pop(name) for name in ("num_ctas", "page_size") if name in rest}
+    usual = [np.zeros((40, 64), np.uint8) for _ in range(3)]
+    sizes = relocate_workspace(usual, 8, list_rows=min(way["list_rows"], 8))
+    workspace = {name: np.zeros(buffer.shape, buffer.dtype) for name, buffer in sizes.items()}
+    workspace.update(rest)
+    whole = {**arguments, **given, **way, **plan_only}
+    return {**whole, "workspace": RelocateWorkspace(**workspace)}
 
 
 def unaligned(shape: tuple[int, int]) -> Any:
@@ -508,15 +708,17 @@ def pools_like(*others: Any) -> list[Any]:
 
 SHARED = np.zeros((40, 64), np.uint8)
 INTERLEAVED = np.zeros((41, 3, 64), np.uint8)
+WIDE = np.zeros((40, 128), np.uint8)
 MISUSE = {
     "no pools": ({"pools": []}, "pools"),
     "one tensor for all": ({"pools": SHARED}, "pools"),
     "no tensor": ({"pools": pools_like("kv")}, r"pools\[1\]"),
-    "dtypes differ": ({"pools": pools_like(np.zeros((40, 64), np.int8))}, r"pools\[1\].*int8"),
     "slots differ": ({"pools": pools_like(np.zeros((41, 64), np.uint8))}, r"pools\[1\].*41 slots"),
-    "rows differ": ({"pools": pools_like(np.zeros((40, 80), np.uint8))}, r"pools\[1\].*80 bytes"),
-    "strides differ": (
-        {"pools": pools_like(np.zeros((40, 96), np.uint8)[:, :64])}, r"pools\[1\].*96 bytes apart",
+    "one pool within another": (
+        {"pools": [WIDE[:, :64], WIDE.reshape(-1, 64)[:40]]}, r"pools\[1\].*shares memory",
+    ),
+    "a row's parts overlap": (
+        {"pools": [WIDE[:, :64], WIDE[:, 48:96]]}, r"pools\[1\].*shares memory with pools\[0\]",
     ),
     "one pool twice": ({"pools": [SHARED, SHARED]}, r"pools\[1\].*shares memory with pools\[0\]"),
     "pools overlap": (
@@ -526,14 +728,26 @@ MISUSE = {
         {"pools": [INTERLEAVED.reshape(41, 192)[:40, :64], INTERLEAVED.reshape(-1)[48:48 + 40 * 192]
                    .reshape(40, 192)[:, :64]]}, r"pools\[1\].*shares memory",
     ),
-    "rows of 24 bytes": ({"pools": [np.zeros((40, 24), np.uint8)]}, r"pools\[0\].*24 bytes"),
+    "rows of 18 bytes": ({"pools": [np.zeros((40, 18), np.uint8)]}, r"pools\[0\].*18 bytes"),
+    "rows of 20 bytes 22 apart": (
+        {"pools": [np.zeros((40, 22), np.uint8)[:, :20]]}, r"pools\[0\].*22 bytes apart",
+    ),
     "slots 72 bytes apart": (
         {"pools": [np.zeros((40, 72), np.uint8)[:, :64]]}, r"pools\[0\].*72 bytes apart",
     ),
     "rows backwards": ({"pools": [SHARED[::-1]]}, r"pools\[0\].*-64 bytes apart"),
     "expanded": ({"pools": [np.broadcast_to(SHARED[0], (40, 64))]}, r"pools\[0\].*0 bytes apart"),
     "columns apart": ({"pools": [np.zeros((40, 128), np.uint8)[:, ::2]]}, r"pools\[0\].*2 apart"),
-    "two heads": ({"pools": [np.zeros((40, 2, 64), np.uint8)]}, r"pools\[0\].*\[slots, 1, D\]"),
+    "heads apart": (
+        {"pools": [np.zeros((40, 2, 128), np.uint8)[:, :, :64]]}, r"pools\[0\].*128 apart",
+    ),
+    "no rows": ({"pools": [np.zeros(40, np.uint8)]}, r"pools\[0\].*\[slots, ...\]"),
+    "pages of another size": (
+        {"pools": [np.zeros((5, 8, 64), np.uint8)], "page_size": 16},
+        r"pools\[0\].*\[pages, 16, ...\]",
+    ),
+    "pages of three slots": ({"page_size": 3}, "page_size=3: wants a power of two"),
+    "too long for one launch": ({"list_rows": 1025}, r"list_rows=1025: must lie in \[0, 1024\]"),
     "no slots": ({"pools": [np.zeros((0, 64), np.uint8)]}, r"pools\[0\].*shape \[0, 64\]"),
     "unaligned pool": ({"pools": [unaligned((40, 64))]}, r"pools\[0\].*8 bytes off"),
     "read-only pool": (
@@ -551,8 +765,13 @@ MISUSE = {
     "two counts": ({"count": np.zeros(2, np.int32)}, "count"),
     "bitmap too short": ({"bitmap": np.zeros(1, np.uint32)}, r"workspace.bitmap.*\[2\]"),
     "status too short": ({"status": np.zeros(2, np.int32)}, r"workspace.status.*\[4\]"),
-    "table too long": ({"layer_ptrs": np.zeros(4, np.uint64)}, r"workspace.layer_ptrs.*\[3\]"),
-    "table of 32 bits": ({"layer_ptrs": np.zeros(3, np.uint32)}, "layer_ptrs.*uint32"),
+    "table too long": ({"places": np.zeros((4, 4), np.uint64)}, r"workspace.places.*\[3, 4\]"),
+    "table of 32 bits": ({"places": np.zeros((3, 4), np.uint32)}, "places.*uint32"),
+    "no order": ({"order": None}, r"workspace.order=None: 40 slots, 3 pools.*\[8, 2\]"),
+    "little scratch": ({"scratch": np.zeros(511, np.uint8)}, r"workspace.scratch.*\[512\]"),
+    "few columns": (
+        {"list_rows": 8, "columns": np.zeros((2, 4), np.uint64)}, r"workspace.columns.*\[3, 4\]",
+    ),
     "empty grid": ({"num_ctas": 0}, "num_ctas=0"),
 }  # fmt: skip
 
@@ -561,11 +780,6 @@ MISUSE = {
 def test_misuse_is_named(changes: Mapping[str, Any], named: str) -> None:
     RelocatePlan(**good_arguments())
     arguments = good_arguments(**changes)
-    if "pools" in changes and isinstance(changes["pools"], list) and changes["pools"]:
-        sizes = relocate_workspace(40, len(changes["pools"]))
-        arguments["workspace"] = RelocateWorkspace(
-            **{name: np.zeros(buffer.shape, buffer.dtype) for name, buffer in sizes.items()}
-        )
     with pytest.raises(ArgumentError, match=named):
         RelocatePlan(**arguments)
 
@@ -592,7 +806,7 @@ def test_torch_pools_in_bf16(device: str, one_head: bool) -> None:
     for pool in expected:
         pool[dst] = pool[src]
     count = torch.tensor([4], dtype=torch.int32, device=device)
-    workspace = RelocateWorkspace.allocate(pools)
+    workspace = RelocateWorkspace.allocate(pools, 4)
     plan = relocate(pools, src, dst, count, workspace=workspace)
     assert plan.read_status().code == RelocateCode.LEGAL
     for pool, right in zip(pools, expected, strict=True):
@@ -600,7 +814,7 @@ def test_torch_pools_in_bf16(device: str, one_head: bool) -> None:
     count.zero_()
     plan()
     assert plan.read_status().code == RelocateCode.LEGAL
-    assert (plan.row_bytes, plan.layers, plan.num_slots, plan.capacity) == (1152, 4, 64, 4)
+    assert (plan.row_bytes, plan.num_slots, plan.capacity) == (4 * 1152, 64, 4)
 
 
 def test_status_errors_name_the_row_and_the_slot() -> None:
@@ -608,7 +822,6 @@ def test_status_errors_name_the_row_and_the_slot() -> None:
         ((1, 2), (-3, 4)): r"src\[1\]=-3: is no slot of the pools, which have 12",
         ((1, 2), (3, 77)): r"dst\[1\]=77: is no slot",
         ((1, 2), (3, 2)): r"dst\[1\]=2: is an earlier row's destination",
-        ((1, 2), (2, 3)): r"row 1, slot=2: is read by one row and written by another",
     }
     for rows, message in said.items():
         step = RelocateStep(moves(*rows), "numpy")
@@ -621,40 +834,72 @@ def test_status_errors_name_the_row_and_the_slot() -> None:
         step.plan.read_status()
 
 
-def test_workspace_is_small_and_sized_by_slots() -> None:
-    small = {"status": 16, "layer_ptrs": 488}
+def test_workspace_of_a_short_list_is_two_tables() -> None:
+    pools = [np.zeros((64, 1152), np.uint8) for _ in range(61)]
+    sizes = relocate_workspace(pools, 1024)
+    # 72 pieces a row: three places of 24, columns of 2 pieces, since 512 threads hold 4 each
+    assert {name: buffer.shape for name, buffer in sizes.items()} == {
+        "status": (4,), "places": (183, 4), "columns": (61 * 36, 4),
+    }  # fmt: skip
+    assert relocate_workspace(pools, 8)["columns"].shape == (61 * 9, 4)
+
+
+def test_workspace_of_a_long_list_is_bounded_by_the_scratch() -> None:
+    pools = [np.zeros((64, 1152), np.uint8) for _ in range(61)]
+    column = 65_536 * 1152
+    for most, columns in ((0, 1), (column, 1), (3 * column + 5, 3), (1 << 40, 61)):
+        sizes = relocate_workspace(pools, 65_536, scratch_bytes=most)
+        assert sizes["scratch"].bytes == columns * column
+        assert sizes["order"].shape == (65_536, 2)
+        assert sizes["writers"].shape == sizes["readers"].shape == (64,)
+    with pytest.raises(ArgumentError, match="src=0"):
+        relocate_workspace(pools, 0)
+
+
+def test_marks_fit_into_shared_memory_up_to_a_number_of_slots() -> None:
     most = {"sm_120": 810_000, "sm_80": 1_335_000, "sm_90": 1_859_000}
     for arch, slots in most.items():
         shared = max_shared_bytes(arch)
-        fits = relocate_workspace(slots, 61, shared_bytes=shared)
-        assert {name: buffer.bytes for name, buffer in fits.items()} == small, arch
-        over = relocate_workspace(slots + 2000, 61, shared_bytes=shared)
-        assert set(over) == {*small, "bitmap"}, arch
-    assert relocate_workspace(2_000_000, 61)["bitmap"].bytes == 250_000
-    for wrong in ((0, 1), (1, 0)):
-        with pytest.raises(ArgumentError):
-            relocate_workspace(*wrong)
+        for more, needed in ((0, False), (2000, True)):
+            pools = [np.zeros((slots + more, 4), np.uint8)]
+            sizes = relocate_workspace(pools, 1, shared_bytes=shared, list_rows=0)
+            assert ("bitmap" in sizes) == needed, arch
+    assert (
+        relocate_workspace([np.zeros((HUGE, 4), np.uint8)], 1, list_rows=0)["bitmap"].bytes
+        == 250_000
+    )
 
 
-def test_a_plan_launches_two_kernels_and_reaches_its_pools() -> None:
-    step = RelocateStep(moves((1, 2), layers=3), "numpy", num_ctas=2)
-    with cuverify.record_launches() as records:
-        step.plan()
-    assert [record.kernel for record in records] == ["relocate_check", "relocate_rows"]
-    assert [record.grid for record in records] == [(1, 1, 1), (2, 1, 1)]
-    owners = [id(owner) for owner in records[1].owners]
-    assert all(id(pool) in owners for pool in step.plan.pools)
+JUDGED = ["check", "rows", "index", "order", "phases"]
+
+
+def test_a_plan_launches_kernels_that_reach_its_pools() -> None:
+    named = {
+        "one launch": ["list"],
+        "long": [*JUDGED, "stage", *["phase"] * 4],
+        "long, little scratch": [*JUDGED, *["stage", *["phase"] * 4] * 3],
+    }
+    for way, names in named.items():
+        step = RelocateStep(moves((1, 2), layers=3), "numpy", num_ctas=2, **WAYS[way])
+        with cuverify.record_launches() as records:
+            step.plan()
+        assert [record.kernel for record in records] == [f"relocate_{name}" for name in names]
+        for record in records:
+            assert record.grid == ((1, 1, 1) if record.kernel == "relocate_check" else (2, 1, 1))
+            if record.kernel.rpartition("_")[2] in ("list", "rows", "stage", "phase"):
+                owners = [id(owner) for owner in record.owners]
+                assert all(id(pool) in owners for pool in step.plan.pools)
 
 
 def test_kernels_need_no_local_memory_anywhere() -> None:
     pytest.importorskip("cupy")
-    from cuverify.compile import ARCHITECTURES
-
-    for arch in ARCHITECTURES:
-        for name, resources in relocate_kernels()[0].compile(arch).resources.items():
-            assert resources.spill_store_bytes == resources.spill_load_bytes == 0, (arch, name)
-            assert resources.stack_bytes == 0, (arch, name)
-            assert resources.registers <= 85, (arch, name)
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        for values in ({}, LONGER_LISTS) if arch == "sm_90" else ({},):
+            kernel = relocate_kernels(**values)["relocate_list"]
+            for name, resources in kernel.compile(arch).resources.items():
+                assert resources.spill_store_bytes == resources.spill_load_bytes == 0, (arch, name)
+                assert resources.stack_bytes == 0, (arch, name)
+                assert resources.registers <= 85, (arch, name)
 
 
 def test_a_step_refuses_lists_for_other_buffers() -> None:

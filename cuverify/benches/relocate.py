@@ -1,10 +1,15 @@
 """How long it takes to move KV rows: our kernels, torch layer by layer, SGLang's tiled copy.
 
-Pools as Kimi K2 has them: 61 layers of bf16 rows of 1,152 bytes. Lists are disjoint and random over
-the pool, and in one replayed graph with the L2 cache swept before each replay. SGLang's kernel is
-timed where ``sglang.kernels.ops.kvcache.cache_move`` can be imported; it is Triton and moves a list
-in chunks, one launch each: of 256 rows, as SGLang's own pool calls it, and of 64 rows, which suits
-short lists better.
+Pools as Kimi K2 has them: 61 layers of bf16 rows of 1,152 bytes. Lists are random over the pool, in
+one replayed graph with the L2 cache swept before each replay. `disjoint`: nobody reads what another
+row writes. `accepted`: the moves of accepted paths, windows of 16 slots, most of them chained.
+`cycle`: all rows are one cycle, in any order. A list with room for more than 1,024 rows takes
+several launches, all of them timed.
+
+SGLang's kernel is timed where ``sglang.kernels.ops.kvcache.cache_move`` can be imported; it is
+Triton and moves a list in chunks, one launch each: of 256 rows, as SGLang's own pool calls it, and
+of 64 rows, which suits short lists better. A chunk reads before it writes, a list of several does
+not: the gate finds out.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuverify.bench import copy_floor_us, gated, time_graph
 
@@ -22,6 +28,11 @@ WIDTH = 576  # bf16 elements: 512 latent, 64 rope
 ROW_BYTES = 2 * WIDTH
 ROWS = (8, 64, 1024, 16_384, 65_536)
 SLOTS = 300_000  # 21 GB; the gate needs a copy of it, and some more
+LISTS = (
+    *(("disjoint", rows) for rows in ROWS),
+    *(("accepted", rows) for rows in ROWS[:3]),
+    *(("cycle", rows) for rows in ROWS),
+)
 REPEATS = 50
 
 _SGLANG = "sglang.kernels.ops.kvcache.cache_move"
@@ -32,6 +43,7 @@ _SGLANG_CHUNKS = {
 }
 _SGLANG_TILE = 128
 _SGLANG_WARPS = 4
+_WINDOW = 16
 
 Step = Callable[[], None]
 
@@ -47,28 +59,45 @@ def run(device: str) -> list[dict[str, Any]]:
     storage = torch.empty((LAYERS, slots, WIDTH), dtype=torch.bfloat16, device="cuda")
     storage.view(torch.int64).random_()
     records: list[dict[str, Any]] = []
-    for rows in ROWS:
-        if 2 * rows >= slots:
-            continue
-        records.extend(_moves(storage, rows))
+    for kind, rows in LISTS:
+        if 2 * rows < slots:
+            records.extend(_moves(storage, kind, rows))
     return records
 
 
-def _moves(storage: Any, rows: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of one list length."""
+def move_list(kind: str, rows: int, slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return sources and destinations of a list of one of the kinds in `LISTS`."""
+    rng = np.random.default_rng(rows)
+    drawn = rng.permutation(slots - 1) + 1
+    if kind == "disjoint":
+        return drawn[:rows], drawn[rows : 2 * rows]
+    if kind == "cycle":
+        order = rng.permutation(rows)  # where a row stands in the list says nothing of its chain
+        return drawn[:rows][order], np.roll(drawn[:rows], 1)[order]
+    requests = -(-rows // 4)
+    nodes = np.cumsum(rng.geometric(0.6, (requests, 4)), axis=1).clip(
+        max=_WINDOW - 4 + np.arange(4)
+    )
+    windows = drawn[: requests * _WINDOW].reshape(requests, _WINDOW)
+    src = np.take_along_axis(windows, nodes, axis=1).reshape(-1)[:rows]
+    return src, windows[:, 1:5].reshape(-1)[:rows]
+
+
+def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of one list."""
     import torch
 
     from cuverify.ops.relocate import RelocatePlan
 
     slots = storage.shape[1]
-    drawn = np.random.default_rng(rows).permutation(slots - 1)[: 2 * rows] + 1
-    lists = torch.from_numpy(drawn).cuda()
-    src, dst = lists[:rows], lists[rows:]
+    src, dst = (torch.from_numpy(end.copy()).cuda() for end in move_list(kind, rows, slots))
     count = torch.tensor([rows], dtype=torch.int32, device="cuda")
     pools = list(storage)
     plan = RelocatePlan(pools, src, dst, count)
     moved = 2 * rows * LAYERS * ROW_BYTES
-    shape = {"rows": rows, "layers": LAYERS, "row_bytes": ROW_BYTES, "slots": slots}
+    shape = {
+        "list": kind, "rows": rows, "layers": LAYERS, "row_bytes": ROW_BYTES, "slots": slots,
+    }  # fmt: skip
 
     def ours() -> str | None:
         wrong = _what_is_wrong(storage, src, dst, plan)
@@ -86,10 +115,11 @@ def _moves(storage: Any, rows: int) -> Iterator[dict[str, Any]]:
         )
 
     yield record(plan, ours, None)
-    yield gated(
-        "relocate_check", {"rows": rows, "slots": slots}, check=ours,
-        timing=lambda: time_graph(plan.check, REPEATS),
-    )  # fmt: skip
+    if len(plan.launches) > 1 and kind == "disjoint":
+        yield gated(
+            "relocate_check", {"rows": rows, "slots": slots}, check=ours,
+            timing=lambda: time_graph(plan.launches[0], REPEATS),
+        )  # fmt: skip
     for peer, step in _peers(storage, src, dst):
         yield record(step, lambda step=step: _what_is_wrong(storage, src, dst, step), peer)  # type: ignore[misc]
 

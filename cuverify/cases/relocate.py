@@ -12,6 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import CaseError
+from cuverify.ops.relocate import (
+    LIST_ROWS,
+    LONGER_LISTS,
+    SCRATCH_BYTES,
+    RelocatePlan,
+    RelocateWorkspace,
+)
 from cuverify.reference import relocate as oracle
 from cuverify.workload import RelocationBatch, real_batches
 
@@ -27,8 +34,8 @@ _HOST_TAIL = 5
 class RelocateStep:
     """`relocate` with buffers of its own, on the host lane or on the current CUDA device.
 
-    The list is judged a second time, after the move, with the marks in global memory instead of
-    shared memory: both ways must come to the same verdict.
+    The list is judged a second time, after the move, as long lists in huge pools are, with marks in
+    global memory: all ways must come to the same verdict.
 
     Parameters
     ----------
@@ -40,6 +47,10 @@ class RelocateStep:
         Least length of the lists.
     num_ctas : int, optional
         Blocks that move rows.
+    list_rows : int, optional
+        Longest list that takes one launch, as for `RelocatePlan`.
+    scratch_bytes : int, optional
+        Scratch of a longer one.
     values : mapping of str to int, optional
         `-D` values of the kernels.
     """
@@ -51,10 +62,10 @@ class RelocateStep:
         *,
         capacity: int = 1,
         num_ctas: int | None = None,
+        list_rows: int = LIST_ROWS,
+        scratch_bytes: int = SCRATCH_BYTES,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace
-
         self.shape = _pool_shape(batch)
         self.capacity = max(batch.capacity, capacity)
         self._batch = batch.padded(self.capacity)
@@ -64,21 +75,19 @@ class RelocateStep:
         self.src = _buffer(xp, (self.capacity,), np.int64)
         self.dst = _buffer(xp, (self.capacity,), np.int64)
         self.count = _buffer(xp, (1,), np.int32)
-        self.workspace = RelocateWorkspace.allocate(self.pools)
-        self.second = RelocateWorkspace.allocate(self.pools, bitmap=True)
-        self.plan, other = (
-            RelocatePlan(
-                self.pools,
-                self.src,
-                self.dst,
-                self.count,
-                workspace=workspace,
-                num_ctas=num_ctas,
-                values=values,
-            )
-            for workspace in (self.workspace, self.second)
+        lists = self.src, self.dst, self.count
+        ways: dict[str, Any] = {"list_rows": list_rows, "values": values}
+        self.workspace = RelocateWorkspace.allocate(
+            self.pools, self.capacity, scratch_bytes=scratch_bytes, **ways
         )
-        self.check_in_global_memory = other.check
+        self.plan = RelocatePlan(
+            self.pools, *lists, workspace=self.workspace, num_ctas=num_ctas, **ways
+        )
+        self.second = RelocateWorkspace.allocate(
+            self.pools, self.capacity, bitmap=True, scratch_bytes=0, list_rows=0
+        )
+        other = RelocatePlan(self.pools, *lists, workspace=self.second, num_ctas=1, list_rows=0)
+        self.check_in_global_memory = other.launches[0]
         self.refill(batch)
 
     @property
@@ -134,10 +143,11 @@ class RelocateCase:
     name = "relocate"
 
     def kernels(self) -> Sequence[Kernel]:
-        """Return both kernels."""
+        """Return all kernels, and the one for the longest short lists."""
         from cuverify.ops.relocate import relocate_kernels
 
-        return relocate_kernels()
+        longest = relocate_kernels(**LONGER_LISTS)["relocate_list"]
+        return [*relocate_kernels().values(), longest]
 
     def batches(
         self, *, seed: int = 0, examples: int = 16
@@ -154,6 +164,11 @@ class RelocateCase:
         for batch in real:
             batch = replace(batch, layers=2, row_stride=1168)
             yield f"real: {batch.kind}", batch.padded(batch.capacity + _HOST_TAIL)
+        longest = relocation_batches(
+            min_slots=LIST_ROWS + 40, max_slots=LIST_ROWS + 40, min_rows=LIST_ROWS + 1,
+            row_bytes=(16,), max_layers=1,
+        )  # fmt: skip
+        yield from _labelled("long", drawn(longest, 2, seed=seed))
 
     def device_batches(
         self, *, seed: int = 0, examples: int = 12
@@ -182,7 +197,8 @@ class RelocateCase:
     def step(self, batch: RelocationBatch, xp: Target) -> RelocateStep:
         """Return a step for pools of the batch's shape and lists of up to their slots."""
         on_host = xp == "numpy"
-        return RelocateStep(batch, xp, capacity=1 if on_host else batch.num_slots)
+        capacity = 1 if on_host else batch.num_slots
+        return RelocateStep(batch, xp, capacity=capacity, scratch_bytes=64 << 20)
 
 
 CASE = RelocateCase()

@@ -1,8 +1,13 @@
-"""Move KV rows between the slots of a pool, in all layers, by lists that live on the device.
+"""Move KV rows between the slots of pools, in all layers, by lists that live on the device.
 
-The lists and their length may be written by the step itself: nothing is read back. A list that is
-not legal (see `RelocateCode`) moves nothing; the step goes on, and `RelocatePlan.read_status` says
-later what was wrong.
+Rows move as if every source were read before any destination is written: lists may overlap, chain
+and cycle. The lists and their length may be written by the step itself: nothing is read back. A
+list that is not legal (see `RelocateCode`) moves nothing; the step goes on, and
+`RelocatePlan.read_status` says later what was wrong.
+
+A list with room for at most 1,024 rows takes one launch. A longer one is judged first; where it
+overlaps, its chains are cut into stretches, and a bounded scratch holds what the cuts would
+overwrite.
 """
 
 from __future__ import annotations
@@ -10,23 +15,32 @@ from __future__ import annotations
 import enum
 import functools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
-from cuverify.kernel import Kernel
+from cuverify.kernel import BoundLaunch, Kernel
 from cuverify.sources import KernelSource
 
 LANES = 8
-"""Threads that share one row of one layer in `relocate_rows`."""
+"""Threads that share one column of one row in `relocate_rows`."""
+LIST_ROWS = 1024
+"""Most rows that a list may have room for to be moved in one launch."""
+SCRATCH_BYTES = 1 << 30
+"""Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
+_NARROW = 4  # and of one where a row is no multiple of that
 _HOST_CTAS = 2
+LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
+"""Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
+_COLUMN_PIECES = 8  # a cache line of each row
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 # Several times what is resident, so that no multiprocessor waits for the slowest block's last row.
 _CTAS_PER_MULTIPROCESSOR = 32
@@ -47,8 +61,6 @@ class RelocateCode(enum.IntEnum):
     """A destination is no slot of the pools."""
     DUPLICATE_DESTINATION = 4
     """A slot is moved into by one row and is the destination of another."""
-    OVERLAP = 5
-    """A slot is the source of one move and the destination of another."""
 
 
 _FAULTS = {
@@ -56,16 +68,12 @@ _FAULTS = {
     RelocateCode.BAD_SOURCE: ("src[{row}]", "is no slot of the pools, which have {num_slots}"),
     RelocateCode.BAD_DESTINATION: ("dst[{row}]", "is no slot of the pools, which have {num_slots}"),
     RelocateCode.DUPLICATE_DESTINATION: ("dst[{row}]", "is an earlier row's destination, too"),
-    RelocateCode.OVERLAP: (
-        "row {row}, slot",
-        "is read by one row and written by another: a list that overlaps or chains is not moved",
-    ),
 }
 
 
 @dataclass(frozen=True)
 class RelocateStatus:
-    """What `relocate_check` found.
+    """What a move found out about its list.
 
     Attributes
     ----------
@@ -74,16 +82,21 @@ class RelocateStatus:
         The first row that is illegal together with the rows in front of it; -1 where there is none.
     slot : int
         The slot at fault, the count at ``BAD_COUNT``, else 0.
+    overlaps : bool
+        Whether a row of a legal list writes a slot that another one reads.
     """
 
     code: RelocateCode
     row: int
     slot: int
+    overlaps: bool = False
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> RelocateStatus:
         """Return the meaning of the four int32 that the kernel writes."""
         code, row, low, high = (int(word) for word in words)
+        if code == RelocateCode.LEGAL:
+            return cls(RelocateCode.LEGAL, row, 0, low != 0)
         return cls(RelocateCode(code), row, (low & 0xFFFFFFFF) | high << 32)
 
     def raise_for_fault(self, *, num_slots: int, capacity: int) -> None:
@@ -104,39 +117,79 @@ class RelocateStatus:
 
 
 def relocate_workspace(
-    num_slots: int, layers: int, *, shared_bytes: int | None = None
+    pools: Sequence[Any],
+    capacity: int,
+    *,
+    page_size: int = 1,
+    shared_bytes: int | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    list_rows: int = LIST_ROWS,
+    values: Mapping[str, int] | None = None,
 ) -> dict[str, Buffer]:
-    """Return the buffers that `relocate` needs besides its inputs.
+    """Return the buffers that a `RelocatePlan` needs besides its inputs.
 
-    A list is judged in shared memory, with one bit a slot. Only pools with more slots than a block
-    has bits need a bitmap besides: above 1.8 million slots on sm_90 and sm_100, 1.3 million on
-    sm_80, 0.8 million on the others.
+    A list is judged in shared memory, with one bit a slot where it is long. Only pools with more
+    slots than a block has bits need a bitmap besides: above 1.8 million slots on sm_90 and sm_100,
+    1.3 million on sm_80, 0.8 million on the others.
 
     Parameters
     ----------
-    num_slots : int
-        Slots of every pool.
-    layers : int
-        Number of pools.
+    pools, page_size, list_rows, values
+        As for `RelocatePlan`.
+    capacity : int
+        Rows that the lists have room for.
     shared_bytes : int, optional
         Shared memory that a block can have on the device, as `cuverify.compile.max_shared_bytes`
         says; that of sm_90 if absent.
+    scratch_bytes : int
+        Most scratch of a long list. With less of it a list that overlaps takes more launches; one
+        column of all rows is the least.
 
     Returns
     -------
     dict of str to Buffer
-        The fields of `RelocateWorkspace`; without ``"bitmap"`` where none is needed.
+        The fields of `RelocateWorkspace` that are needed.
+
+    Raises
+    ------
+    ArgumentError
+        The pools cannot be moved, or the lists have no room.
     """
-    if num_slots < 1:
-        raise ArgumentError("num_slots", num_slots, "a pool has at least one slot")
-    if layers < 1:
-        raise ArgumentError("layers", layers, "there is at least one pool")
+    layout = _PoolLayout.of(pools, page_size)
+    return _workspace(layout, capacity, shared_bytes, scratch_bytes, list_rows, dict(values or {}))
+
+
+def _workspace(
+    layout: _PoolLayout,
+    capacity: int,
+    shared_bytes: int | None,
+    scratch_bytes: int,
+    list_rows: int,
+    values: dict[str, int],
+) -> dict[str, Buffer]:
+    if not 1 <= capacity < 2**31:
+        raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
+    shape = _Shape.of(layout, capacity, list_rows, values)
+    buffers = {"status": Buffer((4,), "int32"), "places": Buffer(shape.places.shape, "uint64")}
+    if shape.one_launch:
+        buffers["columns"] = Buffer(shape.columns.shape, "uint64")
+        return buffers
     if shared_bytes is None:
         shared_bytes = max_shared_bytes(_HOST_SHARED_ARCH)
-    buffers = {"status": Buffer((4,), "int32"), "layer_ptrs": Buffer((layers,), "uint64")}
-    if _check_shared_bytes(num_slots) > shared_bytes:
-        buffers["bitmap"] = _bitmap(num_slots)
-    return buffers
+    if _check_shared_bytes(layout.num_slots) > shared_bytes:
+        buffers["bitmap"] = _bitmap(layout.num_slots)
+    column = capacity * shape.column_bytes
+    rounds = max(1, min(len(shape.places), scratch_bytes // column))
+    return {
+        **buffers,
+        "writers": Buffer((layout.num_slots,), "int32"),
+        "readers": Buffer((layout.num_slots,), "int32"),
+        "order": Buffer((capacity, 2), "int32"),
+        "counts": Buffer((shape.phases + 1,), "int32"),
+        "phases": Buffer((shape.phases, capacity, 2), "int32"),
+        "staged": Buffer((capacity,), "int32"),
+        "scratch": Buffer((rounds * column,), "uint8"),
+    }
 
 
 def _bitmap(num_slots: int) -> Buffer:
@@ -145,7 +198,7 @@ def _bitmap(num_slots: int) -> Buffer:
 
 def _check_shared_bytes(num_slots: int) -> int:
     """Return the shared memory of `relocate_check` without a bitmap; with one it is that of 0."""
-    expression = relocate_kernels()[0].contract.shared
+    expression = relocate_kernels()["relocate_check"].contract.shared
     return 0 if expression is None else expression({"num_slots": num_slots})
 
 
@@ -153,38 +206,69 @@ def _check_shared_bytes(num_slots: int) -> int:
 class RelocateWorkspace:
     """The caller's buffers, sized by `relocate_workspace`, on the pools' device.
 
-    Two plans may share one as long as they run on one stream and have the same pools.
+    Two plans may share one as long as they run on one stream and have the same pools, page size and
+    capacity.
 
     Attributes
     ----------
     status : tensor of int32, shape (4,)
         Written completely by every launch.
-    layer_ptrs : tensor of uint64, shape (layers,)
-        Written when a plan is made, read by every launch.
+    places : tensor of uint64, shape (P, 4)
+        The columns of the pools; written when a plan is made, read by every launch.
+    columns : tensor of uint64, shape (C, 4), or None
+        Likewise, narrower ones; for short lists only.
     bitmap : tensor of uint32, shape (ceil(num_slots / 32),), or None
-        Where lists are judged; zero before the first launch and after every launch. With None they
-        are judged in shared memory, which is faster and possible where `relocate_workspace` has no
-        ``"bitmap"``.
+        Where long lists are judged; zero before the first launch and after every launch. With None
+        they are judged in shared memory, which is faster and possible where `relocate_workspace`
+        has no ``"bitmap"``.
+    writers, readers : tensor of int32, shape (num_slots,), or None
+        Of long lists that overlap: who writes and who reads a slot. Any content.
+    order : tensor of int32, shape (capacity, 2), or None
+        Which rows cut their chain. Any content.
+    counts, phases, staged : tensor of int32, or None
+        Shapes (P + 1,), (P, capacity, 2) and (capacity,) for P phases: which rows move in each, and
+        which of them are staged. Any content.
+    scratch : tensor of uint8, or None
+        16-byte aligned. What the cuts of chains would overwrite; nothing before or after a call.
     """
 
     status: Any
-    layer_ptrs: Any
+    places: Any
+    columns: Any = None
     bitmap: Any = None
+    writers: Any = None
+    readers: Any = None
+    order: Any = None
+    counts: Any = None
+    phases: Any = None
+    staged: Any = None
+    scratch: Any = None
 
     @classmethod
-    def allocate(cls, pools: Sequence[Any], *, bitmap: bool | None = None) -> RelocateWorkspace:
+    def allocate(
+        cls,
+        pools: Sequence[Any],
+        capacity: int,
+        *,
+        page_size: int = 1,
+        bitmap: bool | None = None,
+        scratch_bytes: int = SCRATCH_BYTES,
+        list_rows: int = LIST_ROWS,
+        values: Mapping[str, int] | None = None,
+    ) -> RelocateWorkspace:
         """Return new buffers for these pools, of the library and on the device of the first.
 
         Parameters
         ----------
-        pools : sequence of tensor
-            As for `RelocatePlan`.
+        pools, capacity, page_size, scratch_bytes, list_rows, values
+            As for `relocate_workspace`.
         bitmap : bool, optional
-            Whether lists are judged in a bitmap in global memory. Where there is need if absent.
+            Whether long lists are judged in a bitmap in global memory. Where there is need if
+            absent.
         """
-        layout = _PoolLayout.of(pools)
+        layout = _PoolLayout.of(pools, page_size)
         shared = _shared_bytes(layout.first.device)
-        sizes = relocate_workspace(layout.num_slots, layout.layers, shared_bytes=shared)
+        sizes = _workspace(layout, capacity, shared, scratch_bytes, list_rows, dict(values or {}))
         if bitmap:
             sizes["bitmap"] = _bitmap(layout.num_slots)
         elif bitmap is not None:
@@ -193,41 +277,48 @@ class RelocateWorkspace:
 
 
 class RelocatePlan:
-    """A relocation whose checks are done and whose pointer table is filled; calling it launches.
+    """A relocation whose checks are done and whose address tables are filled; calling it launches.
 
     Make it before a capture. The list and its length may change in place between calls.
 
     Parameters
     ----------
-    pools : sequence of tensor, each [slots, D] or [slots, 1, D]
-        One a layer, of one shape, dtype and row stride; any row stride, rows contiguous, row bytes,
-        row stride and base addresses multiples of 16. Moved in place.
+    pools : sequence of tensor, each [slots, ...], or [pages, page_size, ...]
+        All pools that share the slots: of every layer, keys and values, scales, the draft model's.
+        They may differ in row size and dtype. What is behind the slot is a row, and contiguous; its
+        bytes, the strides and the address are multiples of 16, or, where a row's bytes are none,
+        of 4. Strides of pages and slots may be any. Moved in place. Where heads lie outside of the
+        page, each head is a pool: ``pool[:, head]``.
     src, dst : tensor of int64, shape (capacity,), contiguous
         Row i moves slot ``src[i]`` to slot ``dst[i]``. Read only.
     count : tensor of int32, shape (1,)
         Rows of the list; what stands behind them is a dead tail of any content. Read only.
+    page_size : int
+        Slots of a page, a power of two.
     workspace : RelocateWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     num_ctas : int, optional
         Blocks that move rows. Enough to fill the GPU if absent, and 2 on the host lane.
+    list_rows : int
+        Longest capacity that takes one launch, at most `LIST_ROWS`.
     values : mapping of str to int, optional
         `-D` values of kernels_cu/relocate.cu, such as ``{"UNROLL": 6}``.
 
     Attributes
     ----------
-    num_slots, layers, row_bytes, row_stride, capacity : int
-        What was read from the tensors; sizes in bytes.
-    grid : int
-        Blocks that move rows.
-    check, move : BoundLaunch
-        The two launches of a call. `move` writes nothing where the last `check` found a fault.
+    num_slots, capacity : int
+        What was read from the tensors.
+    row_bytes : int
+        Bytes that one row of the list moves, over all pools.
+    launches : tuple of BoundLaunch
+        The launches of a call, the one that judges first.
 
     Raises
     ------
     ArgumentError
         Naming the argument and its value.
     LaunchError
-        Inside a capture: filling the pointer table copies from the host.
+        Inside a capture: filling the address tables copies from the host.
 
     Examples
     --------
@@ -243,65 +334,146 @@ class RelocatePlan:
         dst: Any,
         count: Any,
         *,
+        page_size: int = 1,
         workspace: RelocateWorkspace | None = None,
         num_ctas: int | None = None,
+        list_rows: int = LIST_ROWS,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        layout = _PoolLayout.of(pools)
+        layout = _PoolLayout.of(pools, page_size)
         _refuse_capture(layout.first.device)
-        if workspace is None:
-            workspace = RelocateWorkspace.allocate(pools)
-        lists = {"src": src, "dst": dst, "count": count}
-        held = {f"workspace.{f.name}": getattr(workspace, f.name) for f in fields(workspace)}
-        if workspace.bitmap is None:
-            del held["workspace.bitmap"]
-        tensors = {name: tensor_of(name, value) for name, value in {**lists, **held}.items()}
-        device = device_of([layout.first, *tensors.values()])
-        capacity = _length(tensors["src"])
-        if _length(tensors["dst"]) != capacity:
+        capacity = _length(tensor_of("src", src))
+        if _length(tensor_of("dst", dst)) != capacity:
             raise ArgumentError("dst", dst, f"src has {capacity} rows; both lists have one length")
-        if not 1 <= capacity < 2**31:
-            raise ArgumentError("src", src, "a list has 1 to 2**31 - 1 rows, a dead tail included")
-        need = f"{layout.num_slots} slots and {layout.layers} pools"
         shared = _shared_bytes(layout.first.device)
-        sizes = relocate_workspace(layout.num_slots, layout.layers, shared_bytes=shared)
+        given = dict(values or {})
+        sizes = _workspace(layout, capacity, shared, 0, list_rows, given)
+        if workspace is None:
+            workspace = RelocateWorkspace.allocate(
+                pools, capacity, page_size=page_size, list_rows=list_rows, values=values
+            )
+        lists = {"src": src, "dst": dst, "count": count}
+        held = {f"workspace.{name}": getattr(workspace, name) for name in sizes}
         if workspace.bitmap is not None:
             sizes["bitmap"] = _bitmap(layout.num_slots)
-        elif "bitmap" in sizes:
-            reason = f"{need} need shape {list(sizes['bitmap'].shape)}: a block of this device"
-            raise ArgumentError("workspace.bitmap", None, f"{reason} has {shared} bytes for marks")
+            held["workspace.bitmap"] = workspace.bitmap
+        need = f"{layout.num_slots} slots, {len(layout.parts)} pools and lists of {capacity} rows"
+        for name in sizes:
+            if getattr(workspace, name) is None:
+                reason = f"{need} need shape {list(sizes[name].shape)}"
+                if name == "bitmap":
+                    reason += f": a block of this device has {shared} bytes for marks"
+                raise ArgumentError(f"workspace.{name}", None, reason)
+        tensors = {name: tensor_of(name, value) for name, value in {**lists, **held}.items()}
+        device = device_of([layout.first, *tensors.values()])
         for name, buffer in sizes.items():
             tensor = tensors[f"workspace.{name}"]
-            if tensor.shape != buffer.shape:
+            fits = tensor.shape == buffer.shape
+            if name == "scratch":
+                fits = len(tensor.shape) == 1 and tensor.shape[0] >= buffer.shape[0]
+            if not fits:
                 raise wrong(tensor, f"{need} need shape {list(buffer.shape)}")
 
+        shape = _Shape.of(layout, capacity, list_rows, given)
         self.pools = tuple(pools)
         self.workspace = workspace
         self.num_slots = layout.num_slots
-        self.layers = layout.layers
         self.row_bytes = layout.row_bytes
-        self.row_stride = layout.row_stride
         self.capacity = capacity
-        check, rows = relocate_kernels(**(values or {}))
-        threads = _threads(rows, "ROWS_THREADS")
-        self.grid = _grid(num_ctas, device, -(-capacity * self.layers * LANES // threads))
-        self.check = check.bind(
+        self._list = (src, dst, count, capacity)
+        kernels = relocate_kernels(**shape.values)
+        if shape.one_launch:
+            self.launches: tuple[BoundLaunch, ...] = (
+                self._one_launch(kernels["relocate_list"], shape, page_size, num_ctas, device),
+            )
+        else:
+            self.launches = tuple(
+                self._long(kernels, shape, page_size, num_ctas, device, "bitmap" in sizes)
+            )
+        _write(workspace.places, shape.places)
+        if shape.one_launch:
+            _write(workspace.columns, shape.columns)
+
+    def _one_launch(
+        self,
+        kernel: Kernel,
+        shape: _Shape,
+        page_size: int,
+        num_ctas: int | None,
+        device: str | None,
+    ) -> BoundLaunch:
+        held = self.workspace
+        src, dst, count, capacity = self._list
+        threads = _threads(kernel, "LIST_THREADS")
+        moving = -(-capacity * len(shape.places) * LANES // threads)
+        useful = len(shape.columns) if capacity <= shape.ahead else moving
+        resident = _threads(kernel, "LIST_RESIDENT")
+        return kernel.bind(
+            _grid(num_ctas, device, useful, resident), threads,
+            held.columns, len(shape.columns), shape.column_pieces, held.places, len(shape.places),
+            page_size, src, dst, count, capacity, self.num_slots, _buckets(capacity), held.status,
+            reach={"columns": list(self.pools), "places": list(self.pools)},
+        )  # fmt: skip
+
+    def _long(
+        self,
+        kernels: Mapping[str, Kernel],
+        shape: _Shape,
+        page_size: int,
+        num_ctas: int | None,
+        device: str | None,
+        bitmap: bool,
+    ) -> Iterator[BoundLaunch]:
+        held, slots = self.workspace, self.num_slots
+        src, dst, count, capacity = self._list
+        reach = {"places": list(self.pools)}
+        places = len(shape.places)
+        check, rows = kernels["relocate_check"], kernels["relocate_rows"]
+        yield check.bind(
             1, _threads(check, "CHECK_THREADS"),
-            src, dst, count, capacity, self.num_slots, workspace.bitmap, workspace.status,
-            shared=_check_shared_bytes(0 if "bitmap" in sizes else self.num_slots),
+            src, dst, count, capacity, slots, held.bitmap, held.status,
+            shared=_check_shared_bytes(0 if bitmap else slots),
         )  # fmt: skip
-        self.move = rows.bind(
-            self.grid, threads,
-            workspace.layer_ptrs, self.layers, self.row_bytes, self.row_stride,
-            src, dst, count, capacity, workspace.status,
-            reach={"layer_ptrs": list(pools)},
+        threads = _threads(rows, "ROWS_THREADS")
+        grid = _grid(num_ctas, device, -(-capacity * places * LANES // threads))
+        yield rows.bind(
+            grid, threads,
+            held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
-        _write(workspace.layer_ptrs, layout.addresses)
+        by_row = _grid(num_ctas, device, -(-capacity // threads))
+        yield kernels["relocate_index"].bind(
+            by_row, threads,
+            src, dst, count, capacity, slots, held.status, held.writers, held.readers, held.counts,
+        )  # fmt: skip
+        yield kernels["relocate_order"].bind(
+            by_row, threads, src, dst, count, capacity, slots, held.status, held.writers,
+            held.readers, held.order,
+        )  # fmt: skip
+        yield kernels["relocate_phases"].bind(
+            by_row, threads, src, dst, count, capacity, held.status, held.order, held.counts,
+            held.phases, held.staged,
+        )  # fmt: skip
+        scratch_rows = int(held.scratch.shape[0]) // shape.column_bytes
+        scratch = held.scratch[: scratch_rows * shape.column_bytes]
+        rounds = -(-places // min(places, scratch_rows // capacity))
+        for number in range(rounds):
+            yield kernels["relocate_stage"].bind(
+                grid, threads,
+                held.places, places, number, page_size, src, count, capacity, held.status,
+                held.counts, held.staged, shape.column_bytes, scratch_rows, scratch, reach=reach,
+            )  # fmt: skip
+            for phase in range(shape.phases):
+                yield kernels["relocate_phase"].bind(
+                    grid, threads,
+                    held.places, places, number, phase, page_size, src, dst, count, capacity,
+                    held.status, held.counts, held.phases, shape.column_bytes, scratch_rows,
+                    scratch, reach=reach,
+                )  # fmt: skip
 
     def __call__(self) -> None:
-        """Judge the list and move its rows: two launches on torch's current stream."""
-        self.check()
-        self.move()
+        """Judge the list and move its rows, on torch's current stream."""
+        for launch in self.launches:
+            launch()
 
     def read_status(self) -> RelocateStatus:
         """Return the verdict of the last call. Waits for the device: not for use inside a capture.
@@ -326,6 +498,7 @@ def relocate(
     dst: Any,
     count: Any,
     *,
+    page_size: int = 1,
     workspace: RelocateWorkspace | None = None,
     num_ctas: int | None = None,
     values: Mapping[str, int] | None = None,
@@ -341,94 +514,204 @@ def relocate(
         To be called again, or asked for its status.
     """
     plan = RelocatePlan(
-        pools, src, dst, count, workspace=workspace, num_ctas=num_ctas, values=values
+        pools,
+        src,
+        dst,
+        count,
+        page_size=page_size,
+        workspace=workspace,
+        num_ctas=num_ctas,
+        values=values,
     )
     plan()
     return plan
 
 
-def relocate_kernels(**values: int) -> tuple[Kernel, Kernel]:
-    """Return `relocate_check` and `relocate_rows` with these `-D` values."""
+def relocate_kernels(**values: int) -> dict[str, Kernel]:
+    """Return the kernels of kernels_cu/relocate.cu with these `-D` values, by name."""
     return _kernels(tuple(sorted(values.items())))
 
 
 @functools.cache
-def _kernels(values: tuple[tuple[str, int], ...]) -> tuple[Kernel, Kernel]:
+def _kernels(values: tuple[tuple[str, int], ...]) -> dict[str, Kernel]:
     source = KernelSource.from_package("relocate", values=dict(values))
-    return Kernel(source, "relocate_check"), Kernel(source, "relocate_rows")
+    names = ("list", "check", "rows", "index", "order", "phases", "stage", "phase")
+    return {f"relocate_{name}": Kernel(source, f"relocate_{name}") for name in names}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one pool: where they are and how far apart, in bytes."""
+
+    address: int
+    page_stride: int
+    row_stride: int
+    row_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a piece."""
+        return _PIECE if self.row_bytes % _PIECE == 0 else _NARROW
 
 
 @dataclass(frozen=True)
 class _PoolLayout:
-    """What all pools have in common, sizes in bytes, and where they are."""
+    """Where the rows of all pools are."""
 
     num_slots: int
-    row_bytes: int
-    row_stride: int
-    addresses: tuple[int, ...]
+    parts: tuple[_Part, ...]
     first: Tensor
 
     @property
-    def layers(self) -> int:
-        return len(self.addresses)
+    def row_bytes(self) -> int:
+        return sum(part.row_bytes for part in self.parts)
 
     @classmethod
-    def of(cls, pools: Sequence[Any]) -> _PoolLayout:
+    def of(cls, pools: Sequence[Any], page_size: int) -> _PoolLayout:
         if not isinstance(pools, Sequence) or not len(pools):
             raise ArgumentError("pools", pools, "wants a list with one tensor a layer")
+        if page_size < 1 or page_size & (page_size - 1) or page_size > 1 << 16:
+            raise ArgumentError("page_size", page_size, "wants a power of two, at most 65,536")
         tensors = [tensor_of(f"pools[{at}]", pool) for at, pool in enumerate(pools)]
-        first = tensors[0]
         device_of(tensors)
-        num_slots, row_bytes, row_stride = _rows_of(first)
+        slots = _rows_of(tensors[0], page_size)[0]
+        parts = []
         for tensor in tensors:
-            if tensor.dtype != first.dtype:
-                raise wrong(tensor, f"is {tensor.dtype}, but pools[0] is {first.dtype}")
-            if _rows_of(tensor) != (num_slots, row_bytes, row_stride):
-                layouts = "{} slots of {} bytes {} bytes apart, but pools[0] has {}, {} and {}"
-                raise wrong(tensor, "has " + layouts.format(*_rows_of(tensor), *_rows_of(first)))
-            if tensor.address % _PIECE:
-                off = f"{tensor.address % _PIECE} bytes off a multiple of {_PIECE}"
-                raise wrong(tensor, f"its address is {off}")
+            num_slots, part = _rows_of(tensor, page_size)
+            if num_slots != slots:
+                raise wrong(tensor, f"has {num_slots} slots, but pools[0] has {slots}")
             if not tensor.writable:
                 raise wrong(tensor, "is read-only; rows are moved in place")
-        addresses = tuple(tensor.address for tensor in tensors)
-        _refuse_shared_rows(tensors, num_slots, row_bytes, row_stride)
-        return cls(num_slots, row_bytes, row_stride, addresses, first)
+            parts.append(part)
+        _refuse_shared_rows(tensors, parts, slots // page_size, page_size)
+        return cls(slots, tuple(parts), tensors[0])
 
 
-def _rows_of(pool: Tensor) -> tuple[int, int, int]:
-    """Return slots, bytes of a row and bytes between slots, if the kernel can move such rows."""
+def _rows_of(pool: Tensor, page_size: int) -> tuple[int, _Part]:
+    """Return the slots of a pool and where its rows are, if the kernels can move them."""
     shape, strides = pool.shape, pool.strides
-    if len(shape) == 3 and shape[1] == 1:
-        shape, strides = (shape[0], shape[2]), (strides[0], strides[2])
-    if len(shape) != 2 or 0 in shape:
-        raise wrong(pool, f"has shape {list(pool.shape)}; wants [slots, D] or [slots, 1, D]")
-    if shape[1] > 1 and strides[1] != 1:
-        raise wrong(pool, f"elements of a row are {strides[1]} apart; rows must be contiguous")
-    row_bytes = shape[1] * pool.itemsize
-    row_stride = strides[0] * pool.itemsize if shape[0] > 1 else row_bytes
-    if row_bytes % _PIECE:
-        raise wrong(pool, f"a row has {row_bytes} bytes, which is no multiple of {_PIECE}")
-    if row_stride % _PIECE or row_stride < row_bytes:
-        wanted = f"wants a multiple of {_PIECE}, at least the row's {row_bytes}"
-        raise wrong(pool, f"slots are {row_stride} bytes apart; {wanted}")
-    return shape[0], row_bytes, row_stride
+    slot_axis = 0 if page_size == 1 else 1
+    if len(shape) < slot_axis + 2 or 0 in shape or (slot_axis and shape[1] != page_size):
+        wanted = "[slots, ...]" if page_size == 1 else f"[pages, {page_size}, ...]"
+        raise wrong(pool, f"has shape {list(shape)}; wants {wanted}")
+    elements = 1
+    for extent, stride in zip(shape[:slot_axis:-1], strides[:slot_axis:-1], strict=True):
+        if extent > 1 and stride != elements:
+            raise wrong(pool, f"elements of a row are {stride} apart; rows must be contiguous")
+        elements *= extent
+    row_bytes = elements * pool.itemsize
+    pages = shape[0]
+    row_stride = strides[slot_axis] * pool.itemsize if shape[slot_axis] > 1 else row_bytes
+    page_bytes = row_bytes + (page_size - 1) * row_stride
+    page_stride = strides[0] * pool.itemsize if pages > 1 else page_bytes
+    part = _Part(pool.address, page_stride, row_stride if page_size > 1 else 0, row_bytes)
+    width = part.width
+    if row_bytes % width:
+        raise wrong(pool, f"a row has {row_bytes} bytes, which is no multiple of {width}")
+    for what, stride, least in (
+        ("slots", row_stride, row_bytes),
+        ("slots" if page_size == 1 else "pages", page_stride, page_bytes),
+    ):
+        if stride % width or stride < least:
+            wanted = f"wants a multiple of {width}, at least the row's {least}"
+            raise wrong(pool, f"{what} are {stride} bytes apart; {wanted}")
+    if pool.address % width:
+        off = f"{pool.address % width} bytes off a multiple of {width}"
+        raise wrong(pool, f"its address is {off}")
+    return pages * page_size, part
 
 
 def _refuse_shared_rows(
-    pools: Sequence[Tensor], num_slots: int, row_bytes: int, row_stride: int
+    pools: Sequence[Tensor], parts: Sequence[_Part], pages: int, page_size: int
 ) -> None:
     """Raise if two pools share a byte; they may be interleaved, as layers of one tensor are."""
-    order = sorted(range(len(pools)), key=lambda at: pools[at].address)
-    sorted_at = np.array([pools[at].address for at in order], np.int64)
-    delta = sorted_at[None, :] - sorted_at[:, None]
-    rows, into = np.divmod(delta, row_stride)
-    shares = (rows < num_slots) & (into < row_bytes)
-    shares |= (rows + 1 < num_slots) & (into > row_stride - row_bytes)
-    shares &= np.triu(np.ones_like(shares), 1)
+    order = sorted(range(len(parts)), key=lambda at: parts[at].address)
+    # bytes are counted from the lowest pool: addresses are too large for 64 signed bits at times
+    lowest = parts[order[0]].address
+    at = np.array([parts[n].address - lowest for n in order], np.int64)
+    row = np.array([parts[n].row_bytes for n in order], np.int64)
+    strides = np.array([(parts[n].page_stride, parts[n].row_stride) for n in order], np.int64)
+    reach = (pages - 1) * strides[:, 0] + (page_size - 1) * strides[:, 1] + row
+    meet = np.triu(at[None, :] < (at + reach)[:, None], 1)
+    alike = (strides[:, None] == strides[None, :]).all(axis=2)
+    shares = meet & ~alike
+    delta = at[None, :] - at[:, None]
+    for slots in range(1 - page_size, page_size):
+        rest = delta - slots * strides[:, None, 1]
+        page, into = np.divmod(rest, strides[:, None, 0])
+        shares |= meet & (abs(page) < pages) & (into < row[:, None])
+        behind = strides[:, None, 0] - into
+        shares |= meet & (abs(page + 1) < pages) & (behind < row[None, :])
     if shares.any():
-        low, high = (order[int(at)] for at in np.argwhere(shares)[0])
+        low, high = (order[int(n)] for n in np.argwhere(shares)[0])
         raise wrong(pools[high], f"shares memory with {pools[low].name}")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How lists of one capacity are moved: the way, the tables and the kernels' values."""
+
+    one_launch: bool
+    places: NDArray[np.uint64]
+    columns: NDArray[np.uint64]
+    column_pieces: int
+    column_bytes: int
+    ahead: int
+    phases: int
+    values: dict[str, int]
+
+    @classmethod
+    def of(
+        cls, layout: _PoolLayout, capacity: int, list_rows: int, values: dict[str, int]
+    ) -> _Shape:
+        if not 0 <= list_rows <= LIST_ROWS:
+            raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
+        known = {**relocate_kernels()["relocate_list"].source.known_values(), **values}
+        ahead = int(known["LIST_AHEAD"])
+        one_launch = capacity <= list_rows
+        if one_launch and capacity > ahead:
+            values = {**LONGER_LISTS, **values}
+        if layout.first.device not in (None, "cpu"):
+            # The host lane runs the general text; on a GPU each instruction is fetched, too.
+            if all(part.width == _PIECE for part in layout.parts):
+                values = {"NARROW_ROWS": 0, **values}
+            if one_launch and capacity <= ahead:
+                pieces = -(-capacity * _COLUMN_PIECES // int(known["LIST_THREADS"]))
+                values = {"LIST_PIECES": 1 << (pieces - 1).bit_length(), **values}
+        known.update(values)
+        room = int(known["LIST_THREADS"]) * int(known["LIST_PIECES"]) // capacity
+        column_pieces = min(_COLUMN_PIECES, 1 << max(room, 1).bit_length() - 1)
+        if one_launch and not room:
+            raise ArgumentError(
+                "values", values, f"LIST_THREADS * LIST_PIECES is below the lists' {capacity} rows"
+            )
+        unroll = int(known["LIST_UNROLL" if one_launch else "UNROLL"])
+        places = _table(layout.parts, unroll * LANES, even=True)
+        columns = _table(layout.parts, column_pieces, even=False)
+        bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
+        column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
+        return cls(
+            one_launch, places, columns, column_pieces, column_bytes, ahead, int(known["PHASES"]),
+            values,
+        )  # fmt: skip
+
+
+def _table(parts: Sequence[_Part], most: int, *, even: bool) -> NDArray[np.uint64]:
+    """Return the columns of all pools, of at most `most` pieces, or of as many as `even` allows."""
+    lines = []
+    for part in parts:
+        pieces = part.row_bytes // part.width
+        size = -(-pieces // -(-pieces // most)) if even else most
+        for first in range(0, pieces, size):
+            number = min(size, pieces - first)
+            start = part.address + first * part.width
+            lines.append((start, part.page_stride, part.row_stride, number | part.width << 32))
+    return np.array(lines, np.uint64)
+
+
+def _buckets(capacity: int) -> int:
+    """Return the size of the hash table: a power of two, at least twice the rows."""
+    return max(4, 1 << (2 * capacity - 1).bit_length())
 
 
 def _length(tensor: Tensor) -> int:
@@ -442,7 +725,12 @@ def _threads(kernel: Kernel, name: str) -> int:
     return int(source.values.get(name, source.known_values()[name]))
 
 
-def _grid(num_ctas: int | None, device: str | None, useful: int) -> int:
+def _grid(
+    num_ctas: int | None,
+    device: str | None,
+    useful: int,
+    resident: int = _CTAS_PER_MULTIPROCESSOR,
+) -> int:
     """Return the number of blocks: what the caller says, else no more than `useful` ones."""
     if num_ctas is not None:
         if num_ctas < 1:
@@ -453,7 +741,7 @@ def _grid(num_ctas: int | None, device: str | None, useful: int) -> int:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    return max(1, min(useful, _CTAS_PER_MULTIPROCESSOR * properties.multi_processor_count))
+    return max(1, min(useful, resident * properties.multi_processor_count))
 
 
 def _shared_bytes(device: str | None) -> int:
@@ -478,9 +766,8 @@ def _refuse_capture(device: str | None) -> None:
         )
 
 
-def _write(table: Any, addresses: Sequence[int]) -> None:
-    """Write addresses into a table of 64-bit words, wherever it is."""
-    words = np.array(addresses, np.uint64)
+def _write(table: Any, words: NDArray[np.uint64]) -> None:
+    """Write 64-bit words into a table, wherever it is."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(table, torch.Tensor):
         table.copy_(torch.from_numpy(words.view(np.int64)).view(table.dtype))

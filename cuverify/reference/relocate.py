@@ -1,7 +1,7 @@
 """Oracle of the move of KV rows: the meaning of a list, and the verdict on it, in numpy.
 
-The kernels mark slots in a bitmap and bisect. Here a list is judged through the first row at which
-each slot plays each of its parts, which shares no step with them.
+The kernels mark slots in a bitmap or a hash table. Here a list is judged through the first row at
+which each slot plays each of its parts, which shares no step with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ BAD_COUNT = 1
 BAD_SOURCE = 2
 BAD_DESTINATION = 3
 DUPLICATE_DESTINATION = 4
-OVERLAP = 5
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -41,8 +40,8 @@ def judge(
     ndarray of int32, shape (4,)
         Code, row, and the low and high word of the slot at fault: the first row that is illegal
         together with the rows in front of it, and of two faults of one row the lower code. The row
-        is -1, and the slot 0, where the list is legal; the row is -1, and the slot is `count`,
-        where `count` does not fit.
+        is -1 where the list is legal, and the slot is 1 where a row writes what another one
+        reads, else 0; the row is -1, and the slot is `count`, where `count` does not fit.
     """
     if not 0 <= count <= len(src):
         return _status(BAD_COUNT, -1, count)
@@ -58,25 +57,19 @@ def judge(
     moves = ~stays
     first_destination = _first_rows(d, np.ones(end, bool))
     first_moved_into = _first_rows(d, moves)
-    first_moved_from = _first_rows(s, moves)
 
     # A slot that stays and a slot that is moved into exclude each other, two stays do not.
     earlier = np.where(moves, first_destination(d), first_moved_into(d))
     duplicate = earlier < row
-    overwritten = moves & (first_moved_into(s) < row)
-    overlap = overwritten | (moves & (first_moved_from(d) < row))
-
-    bad = duplicate | overlap
-    if bad.any():
-        at = int(np.argmax(bad))
-        if duplicate[at]:
-            return _status(DUPLICATE_DESTINATION, at, int(d[at]))
-        return _status(OVERLAP, at, int(s[at] if overwritten[at] else d[at]))
+    if duplicate.any():
+        at = int(np.argmax(duplicate))
+        return _status(DUPLICATE_DESTINATION, at, int(d[at]))
     if end < count:
         if source_out[end]:
             return _status(BAD_SOURCE, end, int(src[end]))
         return _status(BAD_DESTINATION, end, int(dst[end]))
-    return _status(LEGAL, -1, 0)
+    overlaps = bool((moves & (first_moved_into(s) != _NEVER)).any())
+    return _status(LEGAL, -1, int(overlaps))
 
 
 def move(

@@ -11,8 +11,10 @@ from __future__ import annotations
 from cuverify.strategies.draws import drawn, examples
 from cuverify.strategies.relocation import (
     FAULTS,
+    MOVE_SHAPES,
     ROW_BYTES,
     Fault,
+    MoveShape,
     faulty_relocation_batches,
     relocation_batches,
 )
@@ -21,9 +23,11 @@ from cuverify.strategies.verify import kv_layouts, verify_batches
 
 __all__ = [
     "FAULTS",
+    "MOVE_SHAPES",
     "ROW_BYTES",
     "TREE_SHAPES",
     "Fault",
+    "MoveShape",
     "TreeShape",
     "draft_trees",
     "drawn",

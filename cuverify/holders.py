@@ -1,0 +1,416 @@
+"""Everything that holds slot ids or addresses of KV rows, and how it follows when rows move.
+
+Whoever moves live rows must rewrite every holder in one step, or leave it alone. A holder is told
+where every slot of the pool goes, as a permutation of all slots (`MovePlan.permutation`), and
+either follows or has pinned the slots that it cannot let go of. Tensors may be numpy's or torch's;
+they are rewritten in place, so that captured graphs keep their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuverify.errors import ArgumentError, RelocationRefused
+from cuverify.planner import MovePlan
+
+Slots = NDArray[np.int64]
+Pins = Mapping[str, Slots]
+
+_NONE: Slots = np.zeros(0, np.int64)
+
+
+class Holder:
+    """Something that holds slot ids, rows by slot, or addresses.
+
+    Attributes
+    ----------
+    name : str
+        What a refusal calls it.
+    """
+
+    name: str
+
+    def pins(self) -> Pins:
+        """Return slots that must not move now, by the reason."""
+        return {}
+
+    def refusal(self, plan: MovePlan) -> str | None:
+        """Return why a plan cannot be followed, if it cannot; pins are looked at already."""
+        return None
+
+    def rewrite(self, where: Slots) -> None:
+        """Follow: the row of slot s now lies in slot ``where[s]``. All or nothing."""
+        raise NotImplementedError
+
+
+class TableHolder(Holder):
+    """Rows of the request-to-token table, the over-allocated window included.
+
+    Parameters
+    ----------
+    req_to_token : tensor of int32, shape (rows, width)
+        Rewritten in place. What stands behind a request's allocated tokens is stale and stays.
+    requests : callable
+        Returns (row, allocated tokens) of all requests that hold slots, now.
+    name : str
+    """
+
+    def __init__(
+        self,
+        req_to_token: Any,
+        requests: Callable[[], Iterable[tuple[int, int]]],
+        name: str = "request table",
+    ) -> None:
+        self.name = name
+        self._table = req_to_token
+        self._requests = requests
+
+    def rewrite(self, where: Slots) -> None:
+        """Follow in all rows in use."""
+        for row, allocated in self._requests():
+            _map(self._table[row, :allocated], where)
+
+
+class IndexHolder(Holder):
+    """Lists of slots that a step has built or is about to read.
+
+    In-flight output locations, and the filled part of index lists in graph buffers.
+
+    Parameters
+    ----------
+    name : str
+    lists : callable
+        Returns the tensors, cut to what is in use, as views of the buffers.
+    """
+
+    def __init__(self, name: str, lists: Callable[[], Iterable[Any]]) -> None:
+        self.name = name
+        self._lists = lists
+
+    def rewrite(self, where: Slots) -> None:
+        """Follow in every list."""
+        for slots in self._lists():
+            _map(slots, where)
+
+
+class TreeHolder(Holder):
+    """Nodes of a radix tree, SGLang's default cache or its unified one.
+
+    Parameters
+    ----------
+    root : object
+        A node with `children` (a mapping) and `value` (a tensor of slots, or None), and, where it
+        has them, `lock_ref` and `host_value`.
+    pin_locked : bool
+        Whether slots of locked nodes stay. A locked node's slots are also in the table of the
+        request that locks it; they may move where that table is a holder, too.
+    also : sequence of str
+        Further attributes of a node that hold slots, such as ``path_device_indices``.
+    name : str
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        *,
+        pin_locked: bool = False,
+        also: Sequence[str] = ("path_device_indices",),
+        name: str = "radix tree",
+    ) -> None:
+        self.name = name
+        self._root = root
+        self._pin_locked = pin_locked
+        self._also = tuple(also)
+
+    def pins(self) -> Pins:
+        """Pin locked nodes, where that was asked for, and nodes being written back to the host."""
+        locked = [
+            _host(node.value)
+            for node in self._nodes()
+            if self._pin_locked and node.value is not None and getattr(node, "lock_ref", 0) > 0
+        ]
+        leaving = [
+            _host(node.value)
+            for node in self._nodes()
+            if node.value is not None and getattr(node, "write_through_pending", False)
+        ]
+        return {
+            "locked node": np.concatenate([_NONE, *locked]),
+            "node being written to the host": np.concatenate([_NONE, *leaving]),
+        }
+
+    def rewrite(self, where: Slots) -> None:
+        """Follow in every node."""
+        for node in self._nodes():
+            for name in ("value", *self._also):
+                slots = getattr(node, name, None)
+                if slots is not None:
+                    _map(slots, where)
+
+    def _nodes(self) -> Iterable[Any]:
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+
+class AllocatorHolder(Holder):
+    """Free, released and staged lists of an allocator, its open group, and saved states.
+
+    What was free stays free under its new number. Where the allocator sorts, lists that were sorted
+    are sorted again.
+
+    Parameters
+    ----------
+    allocator : object
+        With `free_pages` and, where it has them, `release_pages`, `staged_pages` and `free_group`;
+        of pages of one slot.
+    states : callable, optional
+        Returns saved states, sequences of tensors.
+    name : str
+    """
+
+    _LISTS = ("free_pages", "release_pages", "staged_pages")
+
+    def __init__(
+        self,
+        allocator: Any,
+        states: Callable[[], Iterable[Sequence[Any]]] = tuple,
+        name: str = "allocator",
+    ) -> None:
+        if getattr(allocator, "page_size", 1) != 1:
+            raise ArgumentError(
+                "allocator", allocator.page_size, "single slots move: wants pages of one slot"
+            )
+        self.name = name
+        self._allocator = allocator
+        self._states = states
+
+    def refusal(self, plan: MovePlan) -> str | None:
+        """Refuse to fill a slot that is not free, and to move one that is."""
+        group = getattr(self._allocator, "free_group", None) or []
+        free = np.concatenate([_NONE, *map(_host, self._lists()), *map(_host, group)])
+        filled = np.setdiff1d(plan.dst, plan.src)
+        taken = np.setdiff1d(filled, free)
+        if len(taken):
+            return f"slot {taken[0]} is not free, and nobody moves it away"
+        moved = np.intersect1d(plan.src, free)
+        return f"slot {moved[0]} is free: there is nothing to move" if len(moved) else None
+
+    def rewrite(self, where: Slots) -> None:
+        """Follow in all lists."""
+        for slots in self._lists():
+            was_sorted = _is_sorted(slots)
+            _map(slots, where)
+            if was_sorted:
+                _sort(slots)
+        for slots in getattr(self._allocator, "free_group", None) or []:
+            _map(slots, where)
+        for state in self._states():
+            for slots in state:
+                _map(slots, where)
+
+    def _lists(self) -> Iterator[Any]:
+        for name in self._LISTS:
+            held = getattr(self._allocator, name, None)
+            if isinstance(held, list):
+                yield from held
+            elif held is not None:
+                yield held
+
+
+class BySlotHolder(Holder):
+    """Tensors with one entry a slot: a sliding-window map, per-slot hashes.
+
+    Parameters
+    ----------
+    name : str
+    tensors : callable
+        Returns the tensors, of shape (num_slots, ...) or longer; what is behind stays.
+    """
+
+    def __init__(self, name: str, tensors: Callable[[], Iterable[Any]]) -> None:
+        self.name = name
+        self._tensors = tensors
+
+    def rewrite(self, where: Slots) -> None:
+        """Move each entry to its row's new slot."""
+        back = np.argsort(where)
+        for tensor in self._tensors():
+            front = tensor[: len(where)]
+            if isinstance(tensor, np.ndarray):
+                front[...] = front[back]
+            else:
+                import torch
+
+                front.copy_(front[torch.from_numpy(back).to(front.device)])
+
+
+class PinHolder(Holder):
+    """Slots that somebody else reads or writes by address: host transfers, another server.
+
+    Parameters
+    ----------
+    name : str
+    reason : str
+        Why they must stay, as the refusal will say.
+    slots : callable
+        Returns the slots, now.
+    """
+
+    def __init__(self, name: str, reason: str, slots: Callable[[], Any]) -> None:
+        self.name = name
+        self._reason = reason
+        self._slots = slots
+
+    def pins(self) -> Pins:
+        """Pin all of them."""
+        return {self._reason: _host(self._slots()).astype(np.int64)}
+
+    def rewrite(self, where: Slots) -> None:
+        """Do nothing: what is held here has not moved."""
+
+
+class PageIndexHolder(Holder):
+    """A cache that is indexed by pages, such as index keys: single slots of a page cannot move.
+
+    Parameters
+    ----------
+    name : str
+    page_size : int
+    num_slots : int
+    """
+
+    def __init__(self, name: str, page_size: int, num_slots: int) -> None:
+        self.name = name
+        self._page_size = page_size
+        self._num_slots = num_slots
+
+    def pins(self) -> Pins:
+        """Pin every slot, unless pages are single slots."""
+        if self._page_size == 1:
+            return {}
+        return {f"in a page of {self._page_size} that is indexed": np.arange(self._num_slots)}
+
+    def rewrite(self, where: Slots) -> None:
+        """Do nothing: its rows are a pool, which moves with the others."""
+
+
+class SlotHolders:
+    """All holders of one pool's slots.
+
+    Parameters
+    ----------
+    num_slots : int
+        Slots of the pool.
+    required : sequence of str
+        Names that must be registered before anything moves; a move without them is refused.
+
+    Attributes
+    ----------
+    epoch : dict of str to int
+        Which move each holder has followed last.
+    """
+
+    def __init__(self, num_slots: int, required: Sequence[str] = ()) -> None:
+        self.num_slots = num_slots
+        self.epoch: dict[str, int] = {}
+        self._required = tuple(required)
+        self._holders: dict[str, Holder] = {}
+
+    def register(self, holder: Holder) -> None:
+        """Add a holder.
+
+        Raises
+        ------
+        ArgumentError
+            There is one of this name.
+        """
+        if holder.name in self._holders:
+            raise ArgumentError("holder", holder.name, "is registered already")
+        self._holders[holder.name] = holder
+        self.epoch[holder.name] = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all holders, in the order in which they are rewritten."""
+        return tuple(self._holders)
+
+    def pinned(self) -> Slots:
+        """Return all slots that must stay now, for a planner."""
+        pins = [slots for holder in self._holders.values() for slots in holder.pins().values()]
+        return np.unique(np.concatenate([_NONE, *pins]))
+
+    def refuse(self, plan: MovePlan) -> None:
+        """Raise if a plan cannot be carried out now.
+
+        Raises
+        ------
+        RelocationRefused
+            A required holder is missing, a slot is out of range, or one that is to move, or to be
+            overwritten, is pinned; the message names the holder, the reason and the slot.
+        """
+        missing = [name for name in self._required if name not in self._holders]
+        if missing:
+            raise RelocationRefused(f"holders are not registered: {', '.join(missing)}")
+        both = np.concatenate([plan.src, plan.dst])
+        if len(both) and not (both.min() >= 0 and both.max() < self.num_slots):
+            raise RelocationRefused(f"the plan names slots outside of {self.num_slots}")
+        for holder in self._holders.values():
+            for reason, slots in holder.pins().items():
+                hit = np.intersect1d(both, slots)
+                if len(hit):
+                    raise RelocationRefused(
+                        f"slot {hit[0]} cannot move: {holder.name}, {reason} ({len(hit)} slots)"
+                    )
+            refusal = holder.refusal(plan)
+            if refusal is not None:
+                raise RelocationRefused(f"{holder.name}: {refusal}")
+
+    def rewrite(self, name: str, where: Slots, epoch: int) -> bool:
+        """Let one holder follow, unless it has followed this move already.
+
+        Returns
+        -------
+        bool
+            Whether it had to.
+        """
+        if self.epoch[name] == epoch:
+            return False
+        self._holders[name].rewrite(where)
+        self.epoch[name] = epoch
+        return True
+
+
+def _map(slots: Any, where: Slots) -> None:
+    """Replace slots in place by where they go."""
+    if isinstance(slots, np.ndarray):
+        slots[...] = where[slots]
+        return
+    import torch
+
+    table = torch.from_numpy(where).to(slots.device)
+    slots.copy_(table[slots.long()].to(slots.dtype))
+
+
+def _host(slots: Any) -> NDArray[Any]:
+    if isinstance(slots, np.ndarray):
+        return slots
+    return np.asarray(slots.cpu() if hasattr(slots, "cpu") else slots)
+
+
+def _is_sorted(slots: Any) -> bool:
+    held = _host(slots)
+    return bool((np.diff(held) > 0).all())
+
+
+def _sort(slots: Any) -> None:
+    if isinstance(slots, np.ndarray):
+        slots.sort()
+    else:
+        slots.copy_(slots.sort().values)
