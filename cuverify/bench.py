@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from cuverify.errors import ArgumentError, CaseError, DeviceError
@@ -245,32 +244,6 @@ def run_benches(
             continue
         records.extend(Record.from_mapping(name, row) for row in rows)
     return records
-
-
-def draw_pictures(wanted: Sequence[str], folder: Path, device: Device = "auto") -> list[Path]:
-    """Draw the timelines of benchmarks that have them: a module's ``pictures(folder)``.
-
-    Parameters
-    ----------
-    wanted : sequence of str
-        Of `names`; all of them when empty.
-    folder : pathlib.Path
-        That exists.
-    device : {"auto", "cpu", "cuda"}
-        Nothing is drawn on a CPU.
-
-    Returns
-    -------
-    list of pathlib.Path
-        What was written.
-    """
-    drawn: list[Path] = []
-    if _target(device) == "cuda":
-        for name in wanted or names():
-            module = importlib.import_module(f"cuverify.benches.{name}")
-            if hasattr(module, "pictures"):
-                drawn.extend(module.pictures(folder))
-    return drawn
 
 
 def run_benchmarks(

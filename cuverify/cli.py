@@ -316,27 +316,15 @@ def compile_command(
 @cli.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @_device_option
-@click.option(
-    "--pictures",
-    type=click.Path(file_okay=False, exists=True, path_type=Path),
-    metavar="DIR",
-    help="Draw timelines there, of benchmarks that have one.",
-)
 @_json_option
 def bench(
-    ops: tuple[str, ...],
-    device: Literal["auto", "cpu", "cuda"],
-    pictures: Path | None,
-    json_file: Path | None,
+    ops: tuple[str, ...], device: Literal["auto", "cpu", "cuda"], json_file: Path | None
 ) -> int:
     """Time kernels whose result was checked first."""
-    from cuverify.bench import draw_pictures, run_benchmarks
+    from cuverify.bench import run_benchmarks
 
     with _progress() as progress:
         report = run_benchmarks(ops, device, progress=progress)
-    if pictures is not None:
-        for picture in draw_pictures(ops, pictures, device):
-            click.echo(f"drawn: {picture}", err=True)
     return _finish(report, json_file)
 
 
@@ -416,6 +404,19 @@ def explain(rules: tuple[str, ...]) -> int:
         Console().print(Markdown(text))
     else:
         click.echo(text, nl=False)
+    return OK
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(file_okay=False, exists=True, path_type=Path))
+def timeline(folder: Path) -> int:
+    """Draw a decode step's kernels and idle gaps into a folder, eager and captured; needs a GPU."""
+    from cuverify.benches.step import timelines
+
+    for file in timelines(folder):
+        click.echo(f"written: {file}", err=True)
+        if file.suffix == ".txt":
+            click.echo(f"{file.stem}\n{file.read_text(encoding='utf-8')}")
     return OK
 
 

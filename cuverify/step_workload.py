@@ -107,19 +107,17 @@ class StepBatch:
 
     @cached_property
     def expected(self) -> dict[str, Any]:
-        """What the oracles say: views of the trees, attention in float64, the accepted path."""
-        drafts, layout = self.drafts, self.layers[0].layout
+        """What the oracles say: views of the trees, attention in float64, and its arguments."""
+        drafts = self.drafts
         trees = tree_oracle.tree_build(
             drafts.logprobs, drafts.token_ids, drafts.root_tokens, drafts.seq_lens,
             num_tokens=drafts.num_tokens, words=-(-drafts.num_tokens // 64),
         )  # fmt: skip
-        attention = [
-            attention_oracle.verify_attention(
-                **{**layer.oracle_arguments(), "visible": trees["visible"]}
-            )
-            for layer in self.layers
+        arguments = [
+            {**layer.oracle_arguments(), "visible": trees["visible"]} for layer in self.layers
         ]
-        return {"trees": trees, "attention": attention, "layout": layout}
+        attention = [attention_oracle.verify_attention(**layer) for layer in arguments]
+        return {"trees": trees, "attention": attention, "arguments": arguments}
 
     def __repr__(self) -> str:
         return f"StepBatch({self.drafts!r}, {self.layers[0]!r})"
@@ -147,7 +145,7 @@ class DrawnVerifyStep:
         *,
         num_ctas: int | None = None,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.xp = sizes, xp
         self.tensors = StepTensors.allocate(static_buffer(xp, (1,), "int64"), sizes)
         self.step = VerifyStep(self.tensors, sizes, sm_scale=SM_SCALE, num_ctas=num_ctas)
         if batch is not None:
@@ -209,11 +207,19 @@ class DrawnVerifyStep:
 
     def expected(self) -> dict[str, NDArray[Any] | Bounded]:
         """Return the oracles' outputs for the present step."""
+        from cuverify import torch_oracle
+
         batch, right = self._batch, self._batch.expected
         trees = right["trees"]
         found: dict[str, Any] = {name: trees[name] for name in _TREE_OUTPUTS}
         for number, exact in enumerate(right["attention"]):
-            bounds = attention_bounds(exact)
+            # without a baseline the bounds are tighter than the published ones
+            baseline = None
+            if self.xp != "numpy":
+                baseline = torch_oracle.baseline_attention(
+                    **right["arguments"][number], device="cuda"
+                )
+            bounds = attention_bounds(exact, baseline)
             found[f"out of layer {number}"] = bounds["out"]
             found[f"lse of layer {number}"] = bounds["lse"]
         target = accept_oracle.argmax(batch.logits)

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cuverify import cli
 from cuverify.errors import ArgumentError, DeviceError
 from cuverify.timeline import GAPS, OTHERS, Span, Timeline, record_timeline
 
@@ -67,6 +68,16 @@ def test_without_a_device_there_is_an_error() -> None:
         pytest.skip("there is a device")
     with pytest.raises(DeviceError, match="needs a CUDA device"):
         record_timeline(lambda: None)
+
+
+def test_the_command_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert cli.main(["timeline", str(tmp_path)]) == cli.COULD_NOT_RUN
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert cli.main(["timeline", str(tmp_path / "nowhere")]) == cli.COULD_NOT_RUN
 
 
 @gpu

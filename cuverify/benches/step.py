@@ -4,7 +4,7 @@ A step of one request with a tree of 65 nodes, four layers of attention, and the
 Kimi K2. ``glue`` is what stands around attention and argmax: tree, plan and walk. The baseline is
 the same attention with trees, index lists (one a layer) and walk in Python. Lines of kernels and
 gaps are from one replay under torch's profiler, whose clock has a microsecond's grain or so; they
-are shares, not timings to compare. The picture of `pictures` shows the gaps.
+are shares, not timings to compare. `cuverify timeline` draws them, and the gaps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cuverify.bench import Timing, copy_floor_us, gated, time_calls, time_graph
+from cuverify.errors import DeviceError
 from cuverify.step import StepSizes
 from cuverify.timeline import GAPS, Timeline, record_timeline
 
@@ -49,8 +50,8 @@ def run(device: str) -> list[dict[str, Any]]:
     return records
 
 
-def pictures(folder: Path) -> list[Path]:
-    """Draw one step, eager and captured, into a folder; the Chrome traces beside.
+def timelines(folder: Path) -> list[Path]:
+    """Draw one step, eager and captured, into a folder; Chrome traces and accounts beside.
 
     Parameters
     ----------
@@ -60,7 +61,16 @@ def pictures(folder: Path) -> list[Path]:
     Returns
     -------
     list of pathlib.Path
+
+    Raises
+    ------
+    DeviceError
+        There is no CUDA device.
     """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError("a timeline needs a CUDA device, and torch finds none")
     made = []
     step = _Timed(*SHAPES[0])
     for name, call in (("eager", step.eager), ("captured", step.replay)):
