@@ -269,16 +269,58 @@ def compile_command(
 @cli.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @_device_option
+@click.option(
+    "--shapes",
+    metavar="SHAPES",
+    help="Of verify_attention: sets, patterns and names by commas, such as grid,16x1k:33.",
+)
+@click.option("--peers", metavar="NAMES", help="Patterns by commas, or 'none'; all when absent.")
+@click.option(
+    "--peers-dir",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="Folder with peers that are not installed; CUVERIFY_PEERS when absent.",
+)
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no shape later than this.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    callback=_json_target,
+    help="Draw times and the roofline into FILE, .svg or .png; needs matplotlib.",
+)
 @_json_option
 def bench(
-    ops: tuple[str, ...], device: Literal["auto", "cpu", "cuda"], json_file: Path | None
+    ops: tuple[str, ...],
+    device: Literal["auto", "cpu", "cuda"],
+    shapes: str | None,
+    peers: str | None,
+    peers_dir: str | None,
+    seconds: float | None,
+    picture: Path | None,
+    json_file: Path | None,
 ) -> int:
-    """Time kernels whose result was checked first."""
+    """Time kernels whose result was checked first.
+
+    Options beyond the device are for those OPs that take them, verify_attention above all. Sets of
+    its shapes are all, grid, wide, ragged and block.
+    """
     from cuverify.bench import run_benchmarks
 
+    options = {
+        "shapes": _words(shapes),
+        "peers": _words(peers),
+        "peers_dir": peers_dir,
+        "seconds": seconds,
+    }
+    given = {name: value for name, value in options.items() if value}
     with _progress() as progress:
-        report = run_benchmarks(ops, device, progress=progress)
+        report = run_benchmarks(ops, device, progress=progress, options=given, picture=picture)
     return _finish(report, json_file)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 @cli.command()

@@ -309,12 +309,13 @@ def _validate_tests(problems: list[str], where: str, data: Any) -> None:
 
 def _validate_bench(problems: list[str], where: str, data: Any) -> None:
     names = ("op", "shape", "us", "us_spread", "floor_us", "bytes", "flops", "peer", "error")
+    since = ("alone_us", "alone_spread", "read_us")  # older evidence lacks them
     if not isinstance(data, list) or not data:
         problems.append(f"{where} is no list of measurements, or empty")
         return
     for index, entry in enumerate(data):
         here = f"{where}[{index}]"
-        if not isinstance(entry, dict) or set(entry) != set(names):
+        if not isinstance(entry, dict) or set(entry) - set(since) != set(names):
             problems.append(f"{here} must hold exactly {', '.join(names)}")
             continue
         if not _is_text(entry["op"]):
@@ -324,9 +325,10 @@ def _validate_bench(problems: list[str], where: str, data: Any) -> None:
             _is_number(value) or _is_text(value) for value in shape.values()
         ):
             problems.append(f"{here}.shape is {shape!r}, not an object of numbers and names")
-        for name in ("us", "us_spread", "floor_us", "bytes", "flops"):
-            if entry[name] is not None and not _is_number(entry[name]):
-                problems.append(f"{here}.{name} is {entry[name]!r}, neither a number nor null")
+        for name in ("us", "us_spread", "floor_us", "bytes", "flops", *since):
+            value = entry.get(name)
+            if value is not None and not _is_number(value):
+                problems.append(f"{here}.{name} is {value!r}, neither a number nor null")
         if entry["us"] is None and entry["error"] is None:
             problems.append(f"{here} has neither a time nor an error")
         if entry["peer"] is not None and not _is_text(entry["peer"]):
