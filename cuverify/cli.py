@@ -324,6 +324,23 @@ def _words(text: str | None) -> list[str]:
 
 
 @cli.command()
+@click.argument("variants", nargs=-1, metavar="[VARIANT]...")
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no candidate later than this.")
+@_json_option
+def tune(variants: tuple[str, ...], seconds: float | None, json_file: Path | None) -> int:
+    """Search the attention kernels' values that are best on this GPU, and keep them.
+
+    The table of this GPU, cuverify/tuned/<gpu>.json, is what later steps look their values up in.
+    """
+    from cuverify import tuner
+
+    with _progress() as progress:
+        report, path = tuner.tune(variants, seconds=seconds, progress=progress)
+    click.echo(f"kept in {path}", err=True)
+    return _finish(report, json_file)
+
+
+@cli.command()
 @_json_option
 def env(json_file: Path | None) -> int:
     """Say what is installed here, and how to get the rest."""

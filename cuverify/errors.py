@@ -53,6 +53,14 @@ class CaseError(CuverifyError):
     """A check case or a benchmark is unknown or broken."""
 
 
+class PeerError(CuverifyError):
+    """Somebody else's kernel is neither installed nor laid out, or does not load."""
+
+
+class TuningError(CuverifyError):
+    """A table of tuned values is malformed."""
+
+
 class ArgumentError(CuverifyError):
     """One argument is wrong.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,23 @@ SLOTS = 1_000_000
 _LANDMARKS = 16  # rows of a prefix that weigh as much as a draft each
 _HANDLE = 8.0  # the last column of every query; a key's last column then moves its scores
 _MASK_WORD = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBounds:
+    """What `cuverify.tolerances.attention_bounds` gives, as float64 tensors on the device.
+
+    Attributes
+    ----------
+    out, out_atol, out_rms : tensors of shape (N, H, 512), (N, H, 1) and (N, H)
+    lse, lse_atol : tensors of shape (N, H)
+    """
+
+    out: Any
+    out_atol: Any
+    out_rms: Any
+    lse: Any
+    lse_atol: Any
 
 
 class Problem:
@@ -105,11 +123,21 @@ class Problem:
         return baseline_attention(**self._oracle_arguments())
 
     @functools.cached_property
-    def expected(self) -> Any:
-        """The right outputs as a float64 tensor of shape (N, H, 512) on the device."""
+    def bounds(self) -> DeviceBounds:
+        """The right outputs and log-sum-exps, and what each may be off by."""
         import torch
 
-        return torch.from_numpy(self.exact.out).to(self.pool.device)
+        from cuverify.tolerances import attention_bounds
+
+        found = attention_bounds(self.exact, self.baseline)
+        out, lse = found["out"], found["lse"]
+        arrays = (out.values, out.atol, out.rms, lse.values, lse.atol)
+        return DeviceBounds(*(torch.as_tensor(part).to(self.pool.device) for part in arrays))
+
+    @property
+    def expected(self) -> Any:
+        """The right outputs as a float64 tensor of shape (N, H, 512) on the device."""
+        return self.bounds.out
 
     def new_output(self) -> Any:
         """Return an output [N, H, 512] of bfloat16 that holds NaN."""

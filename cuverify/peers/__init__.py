@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuverify.errors import ArgumentError, CuverifyError
+from cuverify.errors import ArgumentError, PeerError
 
 if TYPE_CHECKING:
     from cuverify.verify_problem import Problem
@@ -85,10 +85,6 @@ class Missing:
     reason: str
 
 
-class PeerUnavailableError(CuverifyError):
-    """A peer is neither installed nor laid out, or does not load."""
-
-
 def names() -> list[str]:
     """Return the names of all peers, here or not."""
     return [name for module in _modules() for name in module.NAMES]
@@ -150,7 +146,7 @@ def find(
             continue
         try:
             loaded = module.load(folder)
-        except PeerUnavailableError as error:
+        except PeerError as error:
             missing.extend(Missing(name, str(error)) for name in asked)
             continue
         found.extend(peer for peer in loaded if peer.name in asked)

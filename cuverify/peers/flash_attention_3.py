@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cuverify.peers import Peer, PeerUnavailableError, Prepared
+from cuverify.errors import PeerError
+from cuverify.peers import Peer, Prepared
 from cuverify.peers.cascade import forked, tail_tables
 from cuverify.peers.laid_out import require_hopper, sglang_module, unpacked
 from cuverify.verify_shapes import LATENT, ROPE
@@ -40,7 +41,7 @@ def load(folder: Path | None) -> list[Peer]:
     peers = [Peer(NAMES[1], lambda problem: _strongest(problem, calls), ragged=True)]
     try:
         merge = sglang_module(_MERGE, folder).merge_state_triton
-    except PeerUnavailableError:
+    except PeerError:
         return peers
     return [Peer(NAMES[0], lambda problem: _sequence(problem, calls, merge), ragged=True), *peers]
 
@@ -56,7 +57,7 @@ def _library(folder: Path | None) -> Any:
         calls = torch.ops._vllm_fa3_C
         _ = calls.fwd, calls.get_scheduler_metadata
     except (OSError, AttributeError, RuntimeError) as error:
-        raise PeerUnavailableError(f"{LIBRARY} does not load: {error}") from error
+        raise PeerError(f"{LIBRARY} does not load: {error}") from error
     return calls
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuverify.peers import Peer, PeerUnavailableError, Prepared
+from cuverify.errors import PeerError
+from cuverify.peers import Peer, Prepared
 from cuverify.peers.cascade import forked, seen_counts
 from cuverify.peers.laid_out import HOW, require_hopper
 
@@ -51,7 +52,7 @@ def headers(folder: Path | None, unpack_into: Path) -> list[Path]:
 
     Raises
     ------
-    PeerUnavailableError
+    PeerError
         There is neither.
     """
     found = importlib.util.find_spec("flashinfer")
@@ -60,7 +61,7 @@ def headers(folder: Path | None, unpack_into: Path) -> list[Path]:
     else:
         wheels = [] if folder is None else sorted(folder.glob(WHEELS))
         if not wheels:
-            raise PeerUnavailableError(f"neither installed nor a wheel in the folder; {HOW}")
+            raise PeerError(f"neither installed nor a wheel in the folder; {HOW}")
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wanted = [name for name in wheel.namelist() if name.startswith("flashinfer/data/")]
             wheel.extractall(unpack_into, wanted)
@@ -73,7 +74,7 @@ def _library(folder: Path | None) -> Any:
     require_hopper()
     compiler = shutil.which("nvcc")
     if compiler is None:
-        raise PeerUnavailableError("nvcc, which builds it, is not here")
+        raise PeerError("nvcc, which builds it, is not here")
     place = Path(tempfile.mkdtemp(prefix="cuverify-peer-"))
     includes = [f"-I{path}" for path in headers(folder, place)]
     source, target = Path(__file__).with_suffix(".cu"), place / "flashinfer_mla.so"
@@ -83,9 +84,9 @@ def _library(folder: Path | None) -> Any:
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise PeerUnavailableError(f"it does not build: {last[0]}") from error
+        raise PeerError(f"it does not build: {last[0]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerUnavailableError(f"it does not build or load: {error}") from error
+        raise PeerError(f"it does not build or load: {error}") from error
 
 
 class _Plan:

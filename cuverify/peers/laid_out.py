@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from cuverify.peers import PeerUnavailableError
+from cuverify.errors import PeerError
 
 SGLANG_FOLDER = "min"
 """Subfolder with the few modules of SGLang that hold Triton kernels."""
@@ -22,13 +22,13 @@ def require_hopper() -> None:
 
     Raises
     ------
-    PeerUnavailableError
+    PeerError
         The current device is no sm_90, or there is none.
     """
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        raise PeerUnavailableError("it runs on sm_90 only")
+        raise PeerError("it runs on sm_90 only")
 
 
 def sglang_module(name: str, folder: Path | None) -> ModuleType:
@@ -42,7 +42,7 @@ def sglang_module(name: str, folder: Path | None) -> ModuleType:
 
     Raises
     ------
-    PeerUnavailableError
+    PeerError
         It is in neither place, or does not load.
     """
     try:
@@ -51,7 +51,7 @@ def sglang_module(name: str, folder: Path | None) -> ModuleType:
         first = error
     root = None if folder is None else folder / SGLANG_FOLDER
     if root is None or not root.joinpath(*name.split(".")).with_suffix(".py").is_file():
-        raise PeerUnavailableError(f"{first}; {HOW}")
+        raise PeerError(f"{first}; {HOW}")
     # a part of SGLang may be here from elsewhere; a package is looked for in one place only
     for loaded in [module for module in sys.modules if module.partition(".")[0] == "sglang"]:
         del sys.modules[loaded]
@@ -60,7 +60,7 @@ def sglang_module(name: str, folder: Path | None) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise PeerUnavailableError(f"{root} does not load: {error}") from error
+        raise PeerError(f"{root} does not load: {error}") from error
 
 
 def unpacked(folder: Path | None, name: str) -> Path:
@@ -68,14 +68,14 @@ def unpacked(folder: Path | None, name: str) -> Path:
 
     Raises
     ------
-    PeerUnavailableError
+    PeerError
         There is no such file.
     """
     if folder is None:
-        raise PeerUnavailableError(f"no folder of peers is named; {HOW}")
+        raise PeerError(f"no folder of peers is named; {HOW}")
     packed = folder / f"{name}.xz"
     if not packed.is_file():
-        raise PeerUnavailableError(f"{packed.name} is not in the folder of peers; {HOW}")
+        raise PeerError(f"{packed.name} is not in the folder of peers; {HOW}")
     # stays until the process ends: the library is mapped from it
     place = Path(tempfile.mkdtemp(prefix="cuverify-peer-")) / name
     place.write_bytes(lzma.decompress(packed.read_bytes()))
