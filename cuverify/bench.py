@@ -34,6 +34,7 @@ REPEATS = 100
 _SWEEP_BYTES = 1 << 28
 _COPY_BYTES = 1 << 30
 _COPY_REPEATS = 20
+_NAMED = ("batch", "prefix rows", "tree", "heads")  # a shape's name says them
 _SHOWN = 300  # letters of an error's first line
 _COLUMNS = (
     "op",
@@ -330,7 +331,9 @@ def run_benchmarks(
             "error" if record.peer is None else "warning",  # a peer's fault is no fault of ours
             f"{record.op}: {record.error}",
             evidence={"shape": dict(record.shape), "peer": record.peer},
-            fix="Nothing was timed. `cuverify check` shows where the result is wrong.",
+            fix="Nothing was timed. `cuverify check` shows where the result is wrong."
+            if record.peer is None
+            else "It was not timed here.",
         )
         for record in records
         if isinstance(record.error, str)
@@ -580,9 +583,10 @@ def _row(record: Record) -> tuple[Any, ...]:
     rate = record.bytes / record.us / 1e3 if record.bytes and record.us else None
     flops = record.flops / record.us / 1e6 if record.flops and record.us else None
     share = None if record.share is None else round(100 * record.share, 1)
+    told = {name: value for name, value in record.shape.items() if name not in _NAMED}
     return (
         record.op,
-        dict(record.shape),
+        told if "name" in record.shape else dict(record.shape),
         record.peer,
         record.us,
         record.us_spread,

@@ -373,7 +373,7 @@ def verify(json_file: Path | None) -> int:
 
 
 @evidence.command()
-@click.option("--part", required=True, type=click.Choice(["tests", "bench"]))
+@click.option("--part", required=True, type=click.Choice(["tests", "bench", "attention"]))
 def record(part: str) -> int:
     """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json."""
     from cuverify import evidence

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuverify.comparison import comparison_table
 from cuverify.errors import DeviceError, EvidenceError
 from cuverify.files import write_atomically
 from cuverify.report import Finding, Report, Table, plain
@@ -34,10 +35,13 @@ FOLDER = "evidence"
 _FACES = (
     "__init__.py",
     "cli.py",
+    "comparison.py",
     "env.py",
     "evidence.py",
+    "figures.py",
     "files.py",
     "notebook.py",
+    "performance.py",
     "report.py",
 )
 
@@ -63,7 +67,7 @@ class Group:
 
 GROUPS: Mapping[str, Group] = {
     "kernels": Group("kernels_cu", (".cu", ".cuh", ".h")),
-    "lanes": Group("cuverify", (".py", ".cpp", ".h", ".cuh", ".S"), _FACES),
+    "lanes": Group("cuverify", (".py", ".cpp", ".h", ".cu", ".cuh", ".S", ".json"), _FACES),
     "validators": Group("validators", (".py", ".cu", ".cuh")),
     "tests": Group("tests", (".py", ".cu", ".cuh", ".json", ".npz")),
 }
@@ -72,7 +76,11 @@ GROUPS: Mapping[str, Group] = {
 PARTS: Mapping[str, tuple[str, ...]] = {
     "tests": ("kernels", "lanes", "validators", "tests"),
     "bench": ("kernels", "lanes"),
+    "attention": ("kernels", "lanes"),
 }
+
+# benchmarks that take minutes and have a part of their own, which `bench` then leaves out
+ATTENTION = ("verify_attention", "token_exactness")
 
 
 @dataclass(frozen=True)
@@ -341,6 +349,7 @@ def _validate_bench(problems: list[str], where: str, data: Any) -> None:
 _DATA: Mapping[str, Callable[[list[str], str, Any], None]] = {
     "tests": _validate_tests,
     "bench": _validate_bench,
+    "attention": _validate_bench,
 }
 
 
@@ -468,6 +477,8 @@ def report(root: Path | None = None, *, measurements: bool = True) -> Report:
             )
         if measurements and "bench" in sections:
             result.tables.append(_bench_table(document["gpu"], sections["bench"]["data"]))
+        if measurements and "attention" in sections:
+            result.tables.append(comparison_table(sections["attention"]["data"]))
     result.findings += [
         Finding(
             "evidence-stale",
@@ -517,9 +528,10 @@ def record(part: str, *, root: Path | None = None) -> Path:
 
     Parameters
     ----------
-    part : {"tests", "bench"}
+    part : {"tests", "bench", "attention"}
         ``"tests"`` runs the tests marked `gpu` in a child process, because a crash of one of them
-        ends the process; ``"bench"`` runs the benchmarks in this one.
+        ends the process; ``"bench"`` runs the benchmarks in this one, and ``"attention"`` those of
+        attention, at all shapes and beside all peers.
     root : Path, optional
         The source tree; found by `source_root` when absent.
 
@@ -659,10 +671,20 @@ def count_junit(path: Path) -> dict[str, int]:
 def _record_bench(root: Path) -> tuple[str, list[dict[str, Any]]]:
     from cuverify import bench
 
-    return "cuverify bench", bench.measure()
+    others = [name for name in bench.names() if name not in ATTENTION]
+    return f"cuverify bench {' '.join(others)}", bench.measure(others)
+
+
+def _record_attention(root: Path) -> tuple[str, list[dict[str, Any]]]:
+    from cuverify import bench
+
+    attention, tokens = ATTENTION
+    measured = bench.measure([attention], {"shapes": ["all"]}) + bench.measure([tokens])
+    return f"cuverify bench {attention} --shapes all; cuverify bench {tokens}", measured
 
 
 _RECORDERS: Mapping[str, Callable[[Path], tuple[str, Any]]] = {
     "tests": _record_tests,
     "bench": _record_bench,
+    "attention": _record_attention,
 }
