@@ -567,7 +567,7 @@ def record(part: str, *, root: Path | None = None) -> Path:
     if changed:
         raise EvidenceError(f"{', '.join(changed)} changed during the run: nothing was recorded")
 
-    from cuverify import env
+    from cuverify import env, performance
 
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     document["sections"][part] = {
@@ -587,6 +587,8 @@ def record(part: str, *, root: Path | None = None) -> Path:
     write_atomically(
         path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
+    if part == "attention":
+        performance.write(root)
     return path
 
 

@@ -45,6 +45,12 @@ def document() -> dict[str, Any]:
                 "versions": {"python": "3.12"},
                 "data": [MEASUREMENT, {**MEASUREMENT, "us": None, "error": "does not fit"}],
             },
+            "attention": {
+                "digests": {"kernels": HASH, "lanes": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": [{**MEASUREMENT, "alone_us": 70.0, "alone_spread": 0.5, "read_us": None}],
+            },
         },
     }
 
@@ -188,6 +194,8 @@ def damaged(path: str, value: Any) -> dict[str, Any]:
         ("sections.bench.data.0.peer", 3),
         ("sections.bench.data.0.error", []),
         ("sections.bench.data.0.op", None),
+        ("sections.attention.data.0.alone_us", "fast"),
+        ("sections.attention.data.0.read_us", -1.0),
     ],
 )
 def test_every_kind_of_damage_is_a_problem(path: str, value: Any) -> None:
@@ -241,13 +249,16 @@ def test_fresh_evidence_is_ok_without_findings(tree: Path) -> None:
 def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
     put(tree, fresh(tree))
     (tree / "tests" / "test_a.py").write_text("changed")
-    assert {s.part: s.stale for s in evidence.statuses(tree)} == {"bench": (), "tests": ("tests",)}
+    assert {s.part: s.stale for s in evidence.statuses(tree)} == {
+        "attention": (), "bench": (), "tests": ("tests",)
+    }  # fmt: skip
     (tree / "kernels_cu" / "a.cu").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
-    assert stale == {"bench": ("kernels",), "tests": ("kernels", "tests")}
+    kernels = ("kernels",)
+    assert stale == {"attention": kernels, "bench": kernels, "tests": ("kernels", "tests")}
     report = evidence.report(tree)
     assert report.ok, "stale evidence is said, not failed"
-    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 2
+    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 3
 
 
 def test_a_face_may_change_without_making_evidence_stale(tree: Path) -> None:
@@ -319,6 +330,7 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"passed": 1, "failed": 0, "skipped": 0}
     recorder(monkeypatch, "tests", lambda root: ("pytest -m gpu -q", data))
     recorder(monkeypatch, "bench", lambda root: ("cuverify bench", [MEASUREMENT]))
+    recorder(monkeypatch, "attention", lambda root: ("cuverify bench", [MEASUREMENT]))
     path = evidence.record("tests", root=tree)
     assert path == tree / "evidence" / "h200.json"
     tests = evidence.load(path)["sections"]["tests"]
@@ -328,7 +340,31 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sections["bench"]["data"] == [MEASUREMENT]
     assert "python" in sections["bench"]["versions"]
     assert [entry.name for entry in path.parent.iterdir()] == ["h200.json"]
+    assert not (tree / "docs").exists()
+    evidence.record("attention", root=tree)
     assert evidence.report(tree).findings == []
+    page = (tree / "docs" / "performance.md").read_text()
+    assert evidence.load(path)["sections"]["attention"]["run"]["date"] in page
+
+
+def test_the_benchmarks_of_attention_are_recorded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuverify import bench
+
+    asked: list[tuple[list[str], Any]] = []
+
+    def measure(wanted: list[str], options: Any = None) -> list[dict[str, Any]]:
+        asked.append((wanted, options))
+        return []
+
+    monkeypatch.setattr(bench, "measure", measure)
+    command, _ = evidence._record_bench(Path())
+    ((others, _),) = asked
+    assert set(others) == set(bench.names()) - set(evidence.ATTENTION)
+    assert command == f"cuverify bench {' '.join(others)}"
+    asked.clear()
+    evidence._record_attention(Path())
+    assert asked == [(["verify_attention"], {"shapes": ["all"]}), (["token_exactness"], None)]
+    assert set(evidence.ATTENTION) < set(bench.names())
 
 
 @pytest.mark.usefixtures("gpu")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuverify.bench import Record, Timing, gated, one_line, time_copies
 from cuverify.comparison import READING
+from cuverify.errors import ArgumentError, CaseError
 from cuverify.tolerances import PEER_ROW_ERROR
 from cuverify.verify_shapes import TARGETS_US, Shape, select
 
@@ -70,11 +71,22 @@ def run(
     -------
     list of dict
         A record for each peer that is missing, and one that names the shapes that were not begun.
+
+    Raises
+    ------
+    CaseError
+        There are no such shapes, peers or folder.
     """
-    chosen = select(shapes or DEFAULT)
+    from cuverify import peers as others
+
+    try:
+        chosen = select(shapes or DEFAULT)
+        folder = others.folder_of(peers_dir)
+        others.check_names([] if list(peers) == ["none"] else peers)
+    except ArgumentError as error:
+        raise CaseError(str(error)) from error
     if device != "cuda":
         return []
-    from cuverify import peers as others
     from cuverify.ceilings import measure_ceilings
     from cuverify.verify_problem import new_pool
 
@@ -82,7 +94,7 @@ def run(
     found: list[Peer] = []
     missing: list[Missing] = []
     if list(peers) != ["none"]:
-        found, missing = others.find(peers, others.folder_of(peers_dir))
+        found, missing = others.find(peers, folder)
     records = [absent(peer.name, peer.reason) for peer in missing]
     ceilings = measure_ceilings()
     records.extend(
@@ -164,6 +176,8 @@ def facts(shape: Shape) -> dict[str, int | float | str]:
 def _device_is_lost() -> bool:
     import torch
 
+    if not torch.cuda.is_available():
+        return False
     try:
         torch.cuda.synchronize()
     except RuntimeError:

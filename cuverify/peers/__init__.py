@@ -129,10 +129,7 @@ def find(
     ArgumentError
         A pattern matches no name.
     """
-    known = names()
-    for pattern in wanted:
-        if not fnmatch.filter(known, pattern):
-            raise ArgumentError("peers", pattern, f"known are {', '.join(map(repr, known))}")
+    check_names(wanted)
     patterns = list(wanted) or ["*"]
     found: list[Peer] = []
     missing: list[Missing] = []
@@ -151,6 +148,20 @@ def find(
             continue
         found.extend(peer for peer in loaded if peer.name in asked)
     return found, missing
+
+
+def check_names(wanted: Sequence[str]) -> None:
+    """Refuse patterns that match no peer's name.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the first.
+    """
+    known = names()
+    for pattern in wanted:
+        if not fnmatch.filter(known, pattern):
+            raise ArgumentError("peers", pattern, f"known are {', '.join(map(repr, known))}")
 
 
 def _modules() -> list[Any]:
