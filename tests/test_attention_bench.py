@@ -154,6 +154,14 @@ def test_errors_are_relative_to_a_row() -> None:
     assert bench.relative_error(out, expected) == pytest.approx(0.25 / 2**0.5)
 
 
+def test_ceilings_are_rates() -> None:
+    rates = [
+        (row["bytes"] or row["flops"]) / row["us"] * 1e6
+        for row in bench.ceiling_records(Ceilings(4.5e12, 4e12, 8e14))
+    ]
+    assert rates == pytest.approx([4.5e12, 4e12, 8e14])
+
+
 # --- what is measured ----------------------------------------------------------------------------
 
 

@@ -25,6 +25,9 @@ UPPER = (
     "check",
     "conformance",
     "conformance_inputs",
+    "own_attention",
+    "peers",
+    "tuner",
 )
 FACES = ("cli", "notebook")
 # module or package -> what it must not know; a package means everything in it
@@ -38,7 +41,22 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "host": ("kernel", "device", "validators", *UPPER),
     "device": ("kernel", "host", "validators", *UPPER),
     "kernel": ("validators", *UPPER),
-    "ops": ("reference", "strategies", "cases", "benches", "bench", "check", "validators"),
+    "ops": (
+        "reference",
+        "strategies",
+        "cases",
+        "benches",
+        "bench",
+        "check",
+        "validators",
+        "own_attention",
+        "peers",
+        "tuner",
+    ),
+    "tuning": ("sources", "compile", "contract", "kernel", "device", "host", "validators", *UPPER),
+    "own_attention": ("benches", "bench", "check", "peers", "tuner"),
+    "peers": ("ops", "benches", "check", "own_attention", "tuner"),
+    "comparison": ("ops", "kernel", "device", "host", "validators", *UPPER),
     "validators": UPPER,
 }
 

@@ -97,14 +97,7 @@ def run(
         found, missing = others.find(peers, folder)
     records = [absent(peer.name, peer.reason) for peer in missing]
     ceilings = measure_ceilings()
-    records.extend(
-        Record(CEILINGS, {"what": what}, us=1e15 / rate, **{unit: _BILLION}).to_json()
-        for what, unit, rate in (
-            ("reading rows in their order", "bytes", ceilings.read),
-            ("reading rows in random order", "bytes", ceilings.scattered),
-            ("bf16 matrix product", "flops", ceilings.tensor),
-        )
-    )
+    records.extend(ceiling_records(ceilings))
     pool = new_pool()
 
     def measure(shape: Shape) -> Iterator[dict[str, Any]]:
@@ -112,6 +105,17 @@ def run(
 
     records.extend(within(chosen, measure, seconds, lambda: time.monotonic() - started))
     return records
+
+
+def ceiling_records(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield a record for each ceiling: what a billion bytes or operations take."""
+    for what, moved, flops, rate in (
+        ("reading rows in their order", _BILLION, None, ceilings.read),
+        ("reading rows in random order", _BILLION, None, ceilings.scattered),
+        ("bf16 matrix product", None, _BILLION, ceilings.tensor),
+    ):
+        us = 1e6 * _BILLION / rate
+        yield Record(CEILINGS, {"what": what}, us=us, bytes=moved, flops=flops).to_json()
 
 
 def within(

@@ -20,7 +20,7 @@ from cuverify.errors import PeerError
 from cuverify.peers import Peer, Prepared
 from cuverify.peers.cascade import forked, tail_tables
 from cuverify.peers.laid_out import require_hopper, sglang_module, unpacked
-from cuverify.verify_shapes import LATENT, ROPE
+from cuverify.verify_shapes import LATENT, ROPE, Shape
 
 if TYPE_CHECKING:
     from cuverify.verify_problem import Problem
@@ -53,7 +53,7 @@ def _library(folder: Path | None) -> Any:
     require_hopper()
     place = unpacked(folder, LIBRARY)
     try:
-        torch.ops.load_library(str(place))
+        torch.ops.load_library(str(place))  # type: ignore[no-untyped-call]
         calls = torch.ops._vllm_fa3_C
         _ = calls.fwd, calls.get_scheduler_metadata
     except (OSError, AttributeError, RuntimeError) as error:
@@ -155,7 +155,7 @@ def _sequence(problem: Problem, calls: Any, merge: Any) -> Prepared:
         first, second = both.prefix(copy), both.tail(copy)
         merge(first[0], first[1].T.contiguous(), second[0], second[1].T.contiguous(), out)
 
-    return Prepared([lambda copy=copy: step(copy) for copy in range(problem.copies)], out)
+    return Prepared([functools.partial(step, copy) for copy in range(problem.copies)], out)
 
 
 def _strongest(problem: Problem, calls: Any) -> Prepared:
@@ -166,7 +166,7 @@ def _strongest(problem: Problem, calls: Any) -> Prepared:
 
     both, out = _Calls(problem, calls), problem.new_output()
     tail_plan = both.tail_plan()
-    branch = torch.cuda.Stream()
+    branch = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def composition(splits: int) -> Sequence[Callable[[], None]]:
         plan = both.prefix_plan(splits)
@@ -177,7 +177,7 @@ def _strongest(problem: Problem, calls: Any) -> Prepared:
             )
             merge(out, first, second, heads_first=True, base_2=False)
 
-        return [lambda copy=copy: step(copy) for copy in range(problem.copies)]
+        return [functools.partial(step, copy) for copy in range(problem.copies)]
 
     tried = [splits for splits in _SPLITS if splits_fit(problem.shape, splits)]
     times = {splits: time_copies(composition(splits), _QUICK, warmups=1).us for splits in tried}
@@ -185,7 +185,7 @@ def _strongest(problem: Problem, calls: Any) -> Prepared:
     return Prepared(composition(best), out, {"splits": best})
 
 
-def splits_fit(shape: Any, splits: int) -> bool:
+def splits_fit(shape: Shape, splits: int) -> bool:
     """Whether a number of splits is worth trying: no tiny split, no mountain of partials."""
     if splits <= 1:
         return True

@@ -142,7 +142,8 @@ def _strongest(problem: Problem, library: Any) -> Prepared:
     single = np.arange(shape.tokens + 1, dtype=np.int32)
     tail_plan = _Plan(library, shape.heads, single, counts, device)
     tails = tail_lists(problem)
-    out, branch = problem.new_output(), torch.cuda.Stream()
+    out = problem.new_output()
+    branch = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     parts = [
         (problem.new_output(), torch.empty((shape.tokens, shape.heads), device=device))
         for _ in range(2)
@@ -156,7 +157,7 @@ def _strongest(problem: Problem, library: Any) -> Prepared:
         )
         merge(out, first, second, heads_first=False, base_2=True)
 
-    return Prepared([lambda copy=copy: step(copy) for copy in range(problem.copies)], out)
+    return Prepared([functools.partial(step, copy) for copy in range(problem.copies)], out)
 
 
 def tail_lists(problem: Problem) -> list[Any]:
