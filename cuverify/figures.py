@@ -145,10 +145,13 @@ def _draw_roofline(
     for name, found in points.items():
         intensity, rate = zip(*found, strict=True)
         tera = [value / 1e12 for value in rate]
-        place.scatter(intensity, tera, s=9, label=name)
+        own = (
+            {"color": _STYLES[_OURS]["color"], "s": 24, "zorder": 3} if name == _OURS else {"s": 9}
+        )
+        place.scatter(intensity, tera, label=name, **own)
     if ceilings is not None:
         read, tensor = ceilings
         ends = sorted({1.0, tensor / read, 4 * tensor / read})
         place.plot(ends, [min(tensor, end * read) / 1e12 for end in ends], **_STYLES[_ROOF])
     place.set(title="roofline", xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="TFLOP/s")
-    place.legend(fontsize="xx-small")
+    place.legend(fontsize="xx-small", loc="lower right")

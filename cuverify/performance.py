@@ -36,7 +36,8 @@ class Target:
 
     Attributes
     ----------
-    name : str
+    name, part : str
+        What it is called, and what its name contains.
     bytes : float
         A second, sustained.
     flops : float
@@ -44,11 +45,12 @@ class Target:
     """
 
     name: str
+    part: str
     bytes: float
     flops: float
 
 
-RTX_PRO_6000 = Target("RTX PRO 6000 (sm_120)", 1.5e12, 380e12)
+RTX_PRO_6000 = Target("RTX PRO 6000 (sm_120)", "RTX PRO 6000", 1.5e12, 380e12)
 _PREDICTED = ("1x1k:8", "1x4k:8", "1x16k:8", "1x64k:8", "1x180k:8", "1x64k:33", "16x16k:8")
 
 
@@ -63,14 +65,15 @@ def page(root: Path) -> str:
     from cuverify import evidence
 
     parts = [_HEAD]
-    for path in evidence.evidence_files(root):
-        document = evidence.load(path)
-        section = document["sections"].get("attention")
-        parts.extend(["", f"## {document['gpu']}", ""])
+    documents = [evidence.load(path) for path in evidence.evidence_files(root)]
+    sections = {each["gpu"]: each["sections"].get("attention") for each in documents}
+    met = [section for gpu, section in sections.items() if section and RTX_PRO_6000.part in gpu]
+    for gpu, section in sections.items():
+        parts.extend(["", f"## {gpu}", ""])
         if section is None:
             parts.append("Not recorded yet.")
         else:
-            parts.extend(_gpu(section))
+            parts.extend(_gpu(section, met[0] if met else None))
     return "\n".join(parts) + "\n"
 
 
@@ -87,7 +90,7 @@ def write(root: Path) -> Path:
 # --- one GPU -------------------------------------------------------------------------------------
 
 
-def _gpu(section: Mapping[str, Any]) -> Iterator[str]:
+def _gpu(section: Mapping[str, Any], predicted: Mapping[str, Any] | None = None) -> Iterator[str]:
     records = section["data"]
     found = {(line.op, line.name): line for line in lines(records)}
     versions = ", ".join(
@@ -111,7 +114,13 @@ def _gpu(section: Mapping[str, Any]) -> Iterator[str]:
     yield from _ragged(found)
     yield from _tokens(records)
     yield from _refused(found, records)
-    yield from _predictions(found)
+    measured = (
+        {}
+        if predicted is None
+        else {line.name: line.ours_us for line in lines(predicted["data"]) if line.op == OP}
+    )
+    if predicted is not section:
+        yield from _predictions(found, measured)
 
 
 def _others(found: Mapping[tuple[str, str], Line]) -> list[Shape]:
@@ -322,8 +331,10 @@ def _refused(
         yield from _table(("shape", "peer", "what was found"), rows)
 
 
-def _predictions(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
-    """Yield what the portable variant should take where nobody has measured it."""
+def _predictions(
+    found: Mapping[tuple[str, str], Line], measured: Mapping[str, float | None]
+) -> Iterator[str]:
+    """Yield what the portable variant should take on a GPU that is not here, beside what it did."""
     portable = {name: line for (op, name), line in found.items() if op == PORTABLE and line.ours_us}
     start = portable.get("1x1k:8")
     if start is None or not any(name in portable for name in _PREDICTED):
@@ -337,17 +348,18 @@ def _predictions(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
         shape = Shape.parse(name)
         memory, tensor = predicted_us(shape, line.ours_us, target)
         bound = "memory" if memory >= tensor else "tensor cores"
-        rows.append((name, _us(memory), _us(tensor), bound))
+        met = _us(measured.get(name)) or "nobody has measured it"
+        rows.append((name, _us(memory), _us(tensor), bound, met))
     yield f"### Predictions for {target.name}"
     yield ""
     yield (
-        f"Not measured: from {target.bytes / 1e12:g} TB/s and {target.flops / 1e12:g} TFLOP/s of "
-        "mma.sync, of which the portable variant is given the share that it reached here of "
+        f"From {target.bytes / 1e12:g} TB/s and {target.flops / 1e12:g} TFLOP/s of mma.sync, of "
+        "which the portable variant is given the share that it reached here of "
         f"{MMA_SYNC_FLOPS / 1e12:g}. The larger of both times is the prediction; launches come on "
         "top."
     )
     yield ""
-    yield from _table(("shape", "bytes us", "products us", "bound by"), rows)
+    yield from _table(("shape", "bytes us", "products us", "bound by", "measured us"), rows)
 
 
 def predicted_us(shape: Shape, measured_us: float, target: Target) -> tuple[float, float]:

@@ -139,7 +139,25 @@ def test_a_prediction_is_bytes_and_the_share_that_was_reached() -> None:
     assert tensor == pytest.approx(shape.flops / 190e6)
     # the other GPU is not given more than its own peak
     assert predicted_us(shape, 1e-3, RTX_PRO_6000)[1] == pytest.approx(shape.flops / 380e6)
-    assert "| 1x64k:8 | 50.4 |" in section(RECORDS)
+    assert "| 1x64k:8 | 50.4 | 86.8 | tensor cores | nobody has measured it |" in section(RECORDS)
+
+
+def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / evidence.FOLDER).mkdir()
+    document = json.loads((ROOT / "evidence" / "h200.json").read_text())
+    attention = {**document["sections"]["bench"], "data": RECORDS}
+    own = {**attention, "data": [record("1x64k:8", 90.0), record("1x64k:8", 90.0, op=PORTABLE)]}
+    for name, gpu, part in (
+        ("h200", "NVIDIA H200", attention),
+        ("rtx", "NVIDIA RTX PRO 6000 Blackwell Server Edition", own),
+    ):
+        text = json.dumps({**document, "gpu": gpu, "sections": {"attention": part}})
+        (tmp_path / evidence.FOLDER / f"{name}.json").write_text(text)
+    page = performance.page(tmp_path)
+    assert "| 1x64k:8 | 50.4 | 86.8 | tensor cores | 90.0 |" in page
+    assert page.count("### Predictions") == 1
 
 
 def test_the_page_is_that_of_the_evidence() -> None:
