@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 if TYPE_CHECKING:
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.verify_problem import Problem
+
+
+def variants() -> tuple[str, ...]:
+    """Return the names of the texts that attend; none where there is one text only."""
+    from cuverify.ops import verify_attention
+
+    return get_args(getattr(verify_attention, "Variant", None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +42,11 @@ class OwnAttention:
     lse: Any
     plan: VerifyPlan
     splits: int
+
+    @property
+    def variant(self) -> str | None:
+        """The text that attends, None where there is one only."""
+        return getattr(self.layers[0], "variant", None)
 
     @classmethod
     def of(

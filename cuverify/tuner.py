@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuverify.comparison import geometric_mean
 from cuverify.errors import ArgumentError, CuverifyError, DeviceError
@@ -260,11 +260,14 @@ class Measuring:
     def __call__(self, shape: Shape, variant: str, choice: Choice) -> float | None:
         """Return the microseconds of a candidate, None where it is wrong or does not compile."""
         from cuverify.bench import time_copies
-        from cuverify.own_attention import OwnAttention
+        from cuverify.own_attention import OwnAttention, variants
 
         problem = self._problem(shape)
+        layer: dict[str, Any] = {"values": choice.values}
+        if variants():
+            layer["variant"] = variant
         try:
-            own = OwnAttention.of(problem, plan_values=choice.plan, layer={"values": choice.values})
+            own = OwnAttention.of(problem, plan_values=choice.plan, layer=layer)
         except CuverifyError:
             return None
         return None if own.judge() is not None else time_copies(own.layers, self.repeats).us

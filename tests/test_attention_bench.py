@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cuverify import own_attention
 from cuverify.bench import Record, Timing, run_benches
 from cuverify.benches import verify_attention as bench
 from cuverify.ceilings import Ceilings, read_step
@@ -61,6 +62,27 @@ def test_a_shape_gives_floor_ours_plan_and_peers() -> None:
     assert plan["shape"]["us_a_layer"] == plan["us"] / 61
     line = next(line for line in lines(rows) if line.op == bench.OP)
     assert (line.name, line.ours_us, line.read_us) == ("2x40:4", ours["us"], reading["us"])
+
+
+def test_the_portable_text_is_timed_where_the_rule_takes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    of = OwnAttention.of
+
+    def watch(problem: Problem, *, layer: Any = None, **named: Any) -> OwnAttention:
+        asked.append(layer)
+        return of(problem, **named)
+
+    monkeypatch.setattr(OwnAttention, "of", watch)
+    monkeypatch.setattr(own_attention, "variants", lambda: ("portable", "other"))
+    monkeypatch.setattr(OwnAttention, "variant", "other")
+    rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
+    assert asked == [None, {"variant": "portable"}]
+    assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.PORTABLE, bench.PLAN]
+    monkeypatch.setattr(OwnAttention, "variant", "portable")
+    rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
+    assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.PLAN]
 
 
 def test_a_ragged_shape_leaves_out_who_cannot_do_it() -> None:

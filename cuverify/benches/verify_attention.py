@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cuverify.peers import Missing, Peer, Prepared
     from cuverify.verify_problem import Problem
 
+PORTABLE = "verify_attention, portable"
 OP, PLAN, CEILINGS = "verify_attention", "verify_attention, plan", "ceilings"
 
 
@@ -254,13 +255,17 @@ def _reading(problem: Problem, timed: Time) -> dict[str, Any]:
 
 
 def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
-    """Yield the records of our attention and of its plan."""
-    from cuverify.own_attention import OwnAttention
+    """Yield the records of our attention, of its plan, and of the text that every GPU can run."""
+    from cuverify.own_attention import OwnAttention, variants
     from cuverify.peers import Prepared
 
     own = OwnAttention.of(problem)
     prepared = Prepared(own.layers, own.out, {"splits": own.splits})
     yield timed(None, prepared, own.judge)
+    if "portable" in variants() and own.variant != "portable":
+        other = OwnAttention.of(problem, layer={"variant": "portable"})
+        prepared = Prepared(other.layers, other.out, {"splits": other.splits})
+        yield {**timed(None, prepared, other.judge), "op": PORTABLE}
     row = gated(
         PLAN,
         {**facts(problem.shape), "layers": LAYERS},
