@@ -124,6 +124,18 @@ def test_the_page_says_what_was_met_and_what_was_not() -> None:
     assert "| 1x1k:8 | 20.0 | 7 | 19.0 | 1.05 |" in text
 
 
+def test_goals_against_sglang_need_all_their_shapes() -> None:
+    records = []
+    for tree, ours in ((1, 10.0), (8, 12.0), (16, 20.0)):
+        records += [record(f"1x1k:{tree}", ours), record(f"1x1k:{tree}", 210.0, peer=SGLANG)]
+        records += [record(f"1x4k:{tree}", ours), record(f"1x4k:{tree}", 1100.0, peer=SGLANG)]
+    text = section(records)
+    assert "| 1k | 14x | 10.5x | missed |" in text
+    assert "| 4k | 50x | 55.0x | met |" in text
+    assert "| 16k, 64k, 180k | 150x |  | not measured |" in text
+    assert "| 4k | 50x |  | not measured |" in section(records[:-2])
+
+
 def test_nothing_is_claimed_without_peers() -> None:
     text = section([record("1x1k:8", 7.5)])
     assert "No peer was measured beside ours." in text
