@@ -317,10 +317,8 @@ def _tokens(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for record in records:
         shape = record["shape"]
         if record["op"] == TOKENS and "tokens rows" in shape:
-            counts = [
-                str(shape[f"tokens {key}"])
-                for key in ("rows", "equal", "close", "excused", "wrong")
-            ]
+            keys = ("rows", "equal", "close", "excused", "wrong", "as ours")
+            counts = [str(shape.get(f"tokens {key}", "")) for key in keys]
             rows.append((record["peer"] or "ours", *counts))
     if not rows:
         return
@@ -332,7 +330,7 @@ def _tokens(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         "([tolerances](tolerances.md)); only there may a token differ."
     )
     yield ""
-    heads = ("", "tokens", "equal", "close rows", "differ there", "differ elsewhere")
+    heads = ("", "tokens", "equal", "close rows", "differ there", "differ elsewhere", "as ours")
     yield from _table(heads, rows)
 
 

@@ -61,9 +61,9 @@ class Knob:
 
 
 PLAN_KNOBS = (
-    Knob("plan", "ROOT_HALVES", (1, 2, 3, 4, 6)),
-    Knob("plan", "START_ROWS", (16, 32, 48, 96, 192)),
-    Knob("plan", "LEAST_ROWS", (16, 32, 64, 128)),
+    Knob("plan", "ROOT_HALVES", (1, 2, 3, 4)),
+    Knob("plan", "START_ROWS", (16, 32, 48, 96)),
+    Knob("plan", "LEAST_ROWS", (16, 32, 64)),
 )
 KNOBS: Mapping[str, tuple[Knob, ...]] = {
     "portable": (
@@ -73,6 +73,9 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     ),
 }
 """What is searched for each variant, in this order."""
+
+STEMS = {"portable": "verify_attention"}
+"""The text of each variant."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def search(
     *,
     classes: Sequence[tuple[int | None, int]] = CLASSES,
     steps: Sequence[str] = STEPS,
+    defaults: Mapping[str, int] | None = None,
     keep_going: Callable[[], bool] = lambda: True,
 ) -> tuple[list[Entry], list[Trial]]:
     """Search the best values of one variant.
@@ -117,6 +121,8 @@ def search(
         Returns the microseconds of a shape with some values, None where they are no good.
     classes, steps
         See `CLASSES` and `STEPS`.
+    defaults : mapping of str to int, optional
+        What the texts have where nothing is chosen; not measured twice.
     keep_going : callable
         Asked before each candidate; the search ends with what it has.
 
@@ -142,7 +148,10 @@ def search(
             raise DeviceError(f"variant {variant!r} is wrong with its defaults, tree {tree}")
         trials.append(Trial(rows, "defaults", None, 1.0, True))
         for knob in knobs:
+            start = (defaults or {}).get(knob.name)
             for value in knob.candidates:
+                if value == start:
+                    continue
                 if not keep_going():
                     return entries, trials
                 candidate = _with(choice, knob, value)
@@ -212,6 +221,7 @@ def tune(
             variant,
             KNOBS[variant],
             measure,
+            defaults=default_values(variant),
             keep_going=lambda: seconds is None or time.monotonic() - started < seconds,
         )
         found.extend(entries)
@@ -224,6 +234,15 @@ def tune(
     document = json.dumps(table.to_json(), indent=1)
     write_atomically(path, document + "\n")
     return report, path
+
+
+def default_values(variant: str) -> dict[str, int]:
+    """Return what the texts of a variant and of the plan have for the variant's knobs."""
+    from cuverify.sources import KernelSource
+
+    texts = {"plan": "verify_plan", "values": STEMS[variant]}
+    known = {part: KernelSource.from_package(stem).known_values() for part, stem in texts.items()}
+    return {knob.name: int(known[knob.part][knob.name]) for knob in KNOBS[variant]}
 
 
 def merged(old: Sequence[Entry], new: Sequence[Entry]) -> tuple[Entry, ...]:

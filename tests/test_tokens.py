@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from cuverify.bench import Timing
+from cuverify.benches import token_exactness
 from cuverify.benches.token_exactness import Head, allowed_errors, run
 from cuverify.errors import ArgumentError
 from cuverify.tokens import Agreement, agreement, gap_bounds
@@ -63,6 +65,24 @@ def test_a_wrong_attention_is_not_excused(problem: Problem, head: Head) -> None:
     scrambled[:, 3] = scrambled[:, 4]  # one head of eight
     assert compared(problem, head, scrambled).wrong > 0
     assert compared(problem, head, torch.full_like(scrambled, torch.nan)).wrong > 0
+
+
+def test_a_record_counts_and_refuses(
+    problem: Problem, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_exactness, "time_copies", lambda *given, **named: Timing(9.0, 0.0, 1))
+    bounds = gap_bounds(allowed_errors(problem), head.deviation)
+    judge = token_exactness._Judge(head, head.best_two(problem.expected), bounds)
+    out = problem.new_output()
+    ours = judge.record(None, lambda: out.copy_(torch.from_numpy(problem.baseline.out)), out)
+    assert (ours["us"], ours["error"]) == (9.0, None)
+    assert ours["shape"]["tokens rows"] == 132
+    assert ours["shape"]["tokens wrong"] == 0
+    assert "tokens as ours" not in ours["shape"]
+    wrong = judge.record("other", lambda: out.copy_(problem.expected.roll(1, dims=0)), out)
+    assert wrong["us"] is None
+    assert wrong["shape"]["tokens as ours"] < 66
+    assert "where it is not" in wrong["error"]
 
 
 def test_the_head_is_the_same_in_every_run() -> None:

@@ -16,7 +16,6 @@ from cuverify.tuner import KNOBS, Knob, Trial, merged, search, trial_table
 from cuverify.tuning import Choice, Entry, TunedTable, find_choice, tables, tuned
 from cuverify.verify_shapes import Shape
 
-TEXTS = {"portable": "verify_attention", "sm90": "verify_attention_sm90"}
 NARROW = Entry("portable", 64, Choice({"START_ROWS": 16}, {"STAGES": 5}))
 WIDE = Entry("portable", None, Choice({}, {"STAGES": 3}))
 TABLE = TunedTable("NVIDIA H200", "sm_90", (NARROW, WIDE))
@@ -62,7 +61,7 @@ def test_every_tuned_value_is_one_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for table in tables():
         for entry in table.entries:
-            text = KernelSource.from_package(TEXTS[entry.variant]).known_values()
+            text = KernelSource.from_package(tuner.STEMS[entry.variant]).known_values()
             assert set(entry.choice.plan) <= set(plan), table.gpu
             assert set(entry.choice.values) <= set(text), table.gpu
 
@@ -83,10 +82,18 @@ def test_the_lookup_takes_the_gpu_before_its_kin(monkeypatch: pytest.MonkeyPatch
 def test_every_knob_is_a_value_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for variant, knobs in KNOBS.items():
-        text = KernelSource.from_package(TEXTS[variant]).known_values()
+        text = KernelSource.from_package(tuner.STEMS[variant]).known_values()
         for knob in knobs:
             known = plan if knob.part == "plan" else text
             assert int(known[knob.name]) in knob.candidates, f"{variant}: {knob.name}"
+
+
+def test_defaults_are_not_measured_twice() -> None:
+    assert tuner.default_values("portable")["STAGES"] == 4
+    _, trials = search(
+        "portable", [ROOTS], lambda *given: 5.0, classes=((64, 8),), defaults={"ROOT_HALVES": 3}
+    )
+    assert [trial.value for trial in trials] == [None, 1, 2, 4]
 
 
 def best_at(**best: int) -> tuner.Measure:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuverify.bench import Record, gated, time_copies
-from cuverify.tokens import Agreement, agreement, gap_bounds
+from cuverify.tokens import agreement, gap_bounds
 from cuverify.verify_shapes import LATENT, Shape
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def run(
     right = head.best_two(problem.expected)
     bounds = gap_bounds(allowed_errors(problem), head.deviation)
     own = OwnAttention.of(problem)
-    records = [_record(None, own.layers[0], own.out, head, right, bounds)]
+    judge = _Judge(head, right, bounds)
+    records = [judge.record(None, own.layers[0], own.out)]
     wanted = [] if list(peers) == ["none"] else list(peers) or list(NAMES)
     found, missing = others.find(wanted, others.folder_of(peers_dir)) if wanted else ([], [])
     for peer in found:
         prepared = peer.prepare(problem)
-        step, out = prepared.steps[0], prepared.out
-        records.append(_record(peer.name, step, out, head, right, bounds))
+        records.append(judge.record(peer.name, prepared.steps[0], prepared.out))
     records += [
         Record(OP, {}, peer=peer.name, error=f"not here: {peer.reason}").to_json()
         for peer in missing
@@ -63,28 +63,38 @@ def run(
     return records
 
 
-def _record(
-    peer: str | None, step: Callable[[], None], out: Any, head: Head, right: Any, bounds: Any
-) -> dict[str, Any]:
-    found: list[Agreement] = []
+class _Judge:
+    """Compares tokens with the right ones, and those of peers with ours, which come first."""
 
-    def check() -> str | None:
-        out.fill_(float("nan"))
-        step()
-        tokens, _ = head.best_two(out)
-        found.append(agreement(tokens, right[0], right[1], bounds))
-        return str(found[-1]) if found[-1].wrong else None
+    def __init__(self, head: Head, right: Any, bounds: Any) -> None:
+        self.head, self.right, self.bounds = head, right, bounds
+        self.ours: Any = None
 
-    record = gated(
-        OP,
-        {"name": SHAPE.name, "vocabulary": VOCABULARY},
-        check=check,
-        timing=lambda: time_copies([step], _REPEATS, warmups=1),
-        peer=peer,
-    )
-    if found:
-        record["shape"].update({f"tokens {name}": count for name, count in vars(found[-1]).items()})
-    return record
+    def record(self, peer: str | None, step: Callable[[], None], out: Any) -> dict[str, Any]:
+        """Return the record of one attention, whose step writes `out`."""
+        found: dict[str, int] = {}
+
+        def check() -> str | None:
+            out.fill_(float("nan"))
+            step()
+            tokens, _ = self.head.best_two(out)
+            counts = agreement(tokens, *self.right, self.bounds)
+            found.update(vars(counts))
+            if self.ours is None:
+                self.ours = tokens
+            else:
+                found["as ours"] = int((tokens == self.ours).sum())
+            return str(counts) if counts.wrong else None
+
+        record = gated(
+            OP,
+            {"name": SHAPE.name, "vocabulary": VOCABULARY},
+            check=check,
+            timing=lambda: time_copies([step], _REPEATS, warmups=1),
+            peer=peer,
+        )
+        record["shape"].update({f"tokens {name}": count for name, count in found.items()})
+        return record
 
 
 def allowed_errors(problem: Problem) -> Any:
