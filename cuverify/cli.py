@@ -374,11 +374,18 @@ def verify(json_file: Path | None) -> int:
 
 @evidence.command()
 @click.option("--part", required=True, type=click.Choice(["tests", "bench", "attention"]))
-def record(part: str) -> int:
-    """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json."""
+@click.option("--shapes", metavar="SHAPES", help="Of attention, as for bench; all when absent.")
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no shape later than this.")
+def record(part: str, shapes: str | None, seconds: float | None) -> int:
+    """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json.
+
+    The part 'attention' takes about five minutes; it also writes docs/performance.md.
+    """
     from cuverify import evidence
 
-    path = evidence.record(part)
+    options = {"shapes": _words(shapes), "seconds": seconds}
+    given = {name: value for name, value in options.items() if value}
+    path = evidence.record(part, options=given)
     click.echo(f"recorded {part} in {path}")
     return _finish(evidence.report(evidence.source_root()))
 

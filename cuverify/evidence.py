@@ -521,7 +521,9 @@ def _bench_table(gpu: str, data: Sequence[Mapping[str, Any]]) -> Table:
 # --- recording -----------------------------------------------------------------------------------
 
 
-def record(part: str, *, root: Path | None = None) -> Path:
+def record(
+    part: str, *, root: Path | None = None, options: Mapping[str, Any] | None = None
+) -> Path:
     """Measure one part on this machine's GPU and merge it into the GPU's evidence file.
 
     Other sections of the file stay as they are. Nothing is written unless the whole part ran.
@@ -534,6 +536,9 @@ def record(part: str, *, root: Path | None = None) -> Path:
         attention, at all shapes and beside all peers.
     root : Path, optional
         The source tree; found by `source_root` when absent.
+    options : mapping, optional
+        Of ``"attention"``: keywords of `cuverify.benches.verify_attention.run`, all shapes when
+        absent.
 
     Returns
     -------
@@ -549,6 +554,8 @@ def record(part: str, *, root: Path | None = None) -> Path:
     """
     if part not in PARTS:
         raise EvidenceError(f"part {part!r} is unknown; there are {', '.join(PARTS)}")
+    if options and part != "attention":
+        raise EvidenceError(f"part {part!r} takes no {', '.join(options)}")
     root = source_root() if root is None else root
     gpu = gpu_name()
     path = root / FOLDER / f"{slug(gpu)}.json"
@@ -561,7 +568,7 @@ def record(part: str, *, root: Path | None = None) -> Path:
 
     before = digests(root, part)
     started = time.monotonic()
-    command, data = _RECORDERS[part](root)
+    command, data = _RECORDERS[part](root, dict(options or {}))
     seconds = time.monotonic() - started
     changed = [group for group, value in digests(root, part).items() if value != before[group]]
     if changed:
@@ -618,7 +625,7 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "gpu"
 
 
-def _record_tests(root: Path) -> tuple[str, dict[str, int]]:
+def _record_tests(root: Path, options: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
     """Run the GPU tests and count them from pytest's own XML report."""
     with tempfile.TemporaryDirectory(prefix="cuverify-evidence-") as folder:
         xml = Path(folder) / "junit.xml"
@@ -670,22 +677,25 @@ def count_junit(path: Path) -> dict[str, int]:
     }
 
 
-def _record_bench(root: Path) -> tuple[str, list[dict[str, Any]]]:
+def _record_bench(root: Path, options: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     from cuverify import bench
 
     others = [name for name in bench.names() if name not in ATTENTION]
     return f"cuverify bench {' '.join(others)}", bench.measure(others)
 
 
-def _record_attention(root: Path) -> tuple[str, list[dict[str, Any]]]:
+def _record_attention(root: Path, options: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     from cuverify import bench
 
     attention, tokens = ATTENTION
-    measured = bench.measure([attention], {"shapes": ["all"]}) + bench.measure([tokens])
-    return f"cuverify bench {attention} --shapes all; cuverify bench {tokens}", measured
+    chosen = {"shapes": ["all"], **options}
+    words = [f"--{name} {','.join(map(str, value)) if isinstance(value, list) else value}"
+             for name, value in chosen.items()]  # fmt: skip
+    measured = bench.measure([attention], chosen) + bench.measure([tokens])
+    return f"cuverify bench {attention} {' '.join(words)}; cuverify bench {tokens}", measured
 
 
-_RECORDERS: Mapping[str, Callable[[Path], tuple[str, Any]]] = {
+_RECORDERS: Mapping[str, Callable[[Path, Mapping[str, Any]], tuple[str, Any]]] = {
     "tests": _record_tests,
     "bench": _record_bench,
     "attention": _record_attention,

@@ -292,7 +292,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorder(
-    monkeypatch: pytest.MonkeyPatch, part: str, make: Callable[[Path], tuple[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, part: str, make: Callable[[Path, Any], tuple[str, Any]]
 ) -> None:
     monkeypatch.setattr(evidence, "_RECORDERS", {**evidence._RECORDERS, part: make})
 
@@ -320,6 +320,11 @@ def test_recording_needs_a_device(tree: Path) -> None:
     assert not (tree / "evidence").exists()
 
 
+def test_options_are_for_attention(tree: Path) -> None:
+    with pytest.raises(EvidenceError, match="'bench' takes no seconds"):
+        evidence.record("bench", root=tree, options={"seconds": 5.0})
+
+
 def test_an_unknown_part_is_refused(tree: Path) -> None:
     with pytest.raises(EvidenceError, match="profile"):
         evidence.record("profile", root=tree)
@@ -328,9 +333,9 @@ def test_an_unknown_part_is_refused(tree: Path) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"passed": 1, "failed": 0, "skipped": 0}
-    recorder(monkeypatch, "tests", lambda root: ("pytest -m gpu -q", data))
-    recorder(monkeypatch, "bench", lambda root: ("cuverify bench", [MEASUREMENT]))
-    recorder(monkeypatch, "attention", lambda root: ("cuverify bench", [MEASUREMENT]))
+    recorder(monkeypatch, "tests", lambda root, options: ("pytest -m gpu -q", data))
+    recorder(monkeypatch, "bench", lambda root, options: ("cuverify bench", [MEASUREMENT]))
+    recorder(monkeypatch, "attention", lambda root, options: ("cuverify bench", [MEASUREMENT]))
     path = evidence.record("tests", root=tree)
     assert path == tree / "evidence" / "h200.json"
     tests = evidence.load(path)["sections"]["tests"]
@@ -357,13 +362,15 @@ def test_the_benchmarks_of_attention_are_recorded_apart(monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(bench, "measure", measure)
-    command, _ = evidence._record_bench(Path())
+    command, _ = evidence._record_bench(Path(), {})
     ((others, _),) = asked
     assert set(others) == set(bench.names()) - set(evidence.ATTENTION)
     assert command == f"cuverify bench {' '.join(others)}"
     asked.clear()
-    evidence._record_attention(Path())
-    assert asked == [(["verify_attention"], {"shapes": ["all"]}), (["token_exactness"], None)]
+    command, _ = evidence._record_attention(Path(), {"seconds": 240.0})
+    all_shapes = {"shapes": ["all"], "seconds": 240.0}
+    assert asked == [(["verify_attention"], all_shapes), (["token_exactness"], None)]
+    assert "cuverify bench verify_attention --shapes all --seconds 240.0;" in command
     assert set(evidence.ATTENTION) < set(bench.names())
 
 
@@ -371,7 +378,7 @@ def test_the_benchmarks_of_attention_are_recorded_apart(monkeypatch: pytest.Monk
 def test_files_that_change_during_a_run_void_it(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change(root: Path) -> tuple[str, Any]:
+    def change(root: Path, options: Any) -> tuple[str, Any]:
         (root / "kernels_cu" / "a.cu").write_text("changed")
         return "pytest", {"passed": 1, "failed": 0, "skipped": 0}
 
@@ -384,7 +391,9 @@ def test_files_that_change_during_a_run_void_it(
 @pytest.mark.usefixtures("gpu")
 def test_a_run_without_results_is_not_recorded(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder(
-        monkeypatch, "tests", lambda root: ("pytest", {"passed": 0, "failed": 0, "skipped": 9})
+        monkeypatch,
+        "tests",
+        lambda root, options: ("pytest", {"passed": 0, "failed": 0, "skipped": 9}),
     )
     with pytest.raises(EvidenceError, match="no test ran"):
         evidence.record("tests", root=tree)
@@ -396,7 +405,7 @@ def test_a_malformed_file_is_found_before_the_run(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tree, "{}")
-    recorder(monkeypatch, "tests", lambda root: pytest.fail("ran"))
+    recorder(monkeypatch, "tests", lambda root, options: pytest.fail("ran"))
     with pytest.raises(EvidenceError, match="malformed"):
         evidence.record("tests", root=tree)
     assert (tree / "evidence" / "h200.json").read_text() == "{}"
