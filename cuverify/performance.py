@@ -200,7 +200,7 @@ def _targets(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
 
 
 def _sglang_goals(found: Mapping[tuple[str, str], Line]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for prefixes, goal in _SGLANG_GOALS:
         chosen = [
             found.get((OP, f"1x{prefix}:{tree}")) for prefix in prefixes for tree in _SGLANG_TREES

@@ -66,8 +66,9 @@ def run(
 class _Judge:
     """Compares tokens with the right ones, and those of peers with ours, which come first."""
 
-    def __init__(self, head: Head, right: Any, bounds: Any) -> None:
-        self.head, self.right, self.bounds = head, right, bounds
+    def __init__(self, head: Head, right: tuple[Any, Any], bounds: Any) -> None:
+        self.head, self.bounds = head, bounds
+        self.right, self.gaps = right
         self.ours: Any = None
 
     def record(self, peer: str | None, step: Callable[[], None], out: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class _Judge:
             out.fill_(float("nan"))
             step()
             tokens, _ = self.head.best_two(out)
-            counts = agreement(tokens, *self.right, self.bounds)
+            counts = agreement(tokens, self.right, self.gaps, self.bounds)
             found.update(vars(counts))
             if self.ours is None:
                 self.ours = tokens
