@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.verify_problem import Problem
 
 
-def variants() -> tuple[str, ...]:
-    """Return the names of the texts that attend; none where there is one text only."""
+def variants() -> Mapping[str, Any]:
+    """Return the texts that attend by name, each with its stem and plan; none where there is one."""
     from cuverify.ops import verify_attention
 
-    return get_args(getattr(verify_attention, "Variant", None))
+    found: Mapping[str, Any] = getattr(verify_attention, "VARIANTS", {})
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,8 @@ class OwnAttention:
         cls,
         problem: Problem,
         *,
-        layer: Mapping[str, Any] | None = None,
+        variant: str | None = None,
+        values: Mapping[str, int] | None = None,
         plan_values: Mapping[str, int] | None = None,
         num_ctas: int | None = None,
     ) -> OwnAttention:
@@ -62,10 +64,10 @@ class OwnAttention:
         Parameters
         ----------
         problem : Problem
-        layer : mapping, optional
-            Further keywords of each `VerifyAttention`, such as ``{"values": {"STAGES": 3}}``.
-        plan_values : mapping of str to int, optional
-            `-D` values of the plan.
+        variant : str, optional
+            Of `variants`; the rule's choice if absent.
+        values, plan_values : mapping of str to int, optional
+            `-D` values of the attention's text and of the plan.
         num_ctas : int, optional
             Blocks that attend; the op's own choice if absent.
 
@@ -80,6 +82,7 @@ class OwnAttention:
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
         shape, device = problem.shape, problem.pool.device
+        chosen = {} if variant is None else {"variant": variant}
         workspace = PlanWorkspace.allocate(
             problem.seq_lens,
             max_batch=shape.batch,
@@ -97,6 +100,7 @@ class OwnAttention:
                 max_tree_tokens=64 * problem.visible.shape[1],
                 workspace=workspace,
                 values=plan_values,
+                **chosen,
                 **lists,
             )
 
@@ -119,7 +123,8 @@ class OwnAttention:
                     sm_scale=problem.sm_scale,
                     out_cache_loc=drafts,
                     workspace=scratch,
-                    **(layer or {}),
+                    values=values,
+                    **chosen,
                 )
             )
         whole = plan_of(

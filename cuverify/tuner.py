@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from cuverify.comparison import geometric_mean
 from cuverify.errors import ArgumentError, CuverifyError, DeviceError
@@ -73,9 +73,6 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {
     ),
 }
 """What is searched for each variant, in this order."""
-
-STEMS = {"portable": "verify_attention"}
-"""The text of each variant."""
 
 
 @dataclass(frozen=True)
@@ -237,12 +234,29 @@ def tune(
 
 
 def default_values(variant: str) -> dict[str, int]:
-    """Return what the texts of a variant and of the plan have for the variant's knobs."""
+    """Return what a variant's knobs are where nothing is chosen."""
     from cuverify.sources import KernelSource
 
-    texts = {"plan": "verify_plan", "values": STEMS[variant]}
+    texts = {"plan": "verify_plan", "values": stem_of(variant)}
     known = {part: KernelSource.from_package(stem).known_values() for part, stem in texts.items()}
-    return {knob.name: int(known[knob.part][knob.name]) for knob in KNOBS[variant]}
+    defaults = {knob.name: int(known[knob.part][knob.name]) for knob in KNOBS[variant]}
+    return {**defaults, **own_plan(variant)}
+
+
+def stem_of(variant: str) -> str:
+    """Return the stem of a variant's text."""
+    from cuverify.own_attention import variants
+
+    known = variants().get(variant)
+    return "verify_attention" if known is None else str(known.stem)
+
+
+def own_plan(variant: str) -> dict[str, int]:
+    """Return the plan's values that a variant has of its own."""
+    from cuverify.own_attention import variants
+
+    known = variants().get(variant)
+    return {} if known is None else dict(known.plan)
 
 
 def merged(old: Sequence[Entry], new: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -282,11 +296,13 @@ class Measuring:
         from cuverify.own_attention import OwnAttention, variants
 
         problem = self._problem(shape)
-        layer: dict[str, Any] = {"values": choice.values}
-        if variants():
-            layer["variant"] = variant
         try:
-            own = OwnAttention.of(problem, plan_values=choice.plan, layer=layer)
+            own = OwnAttention.of(
+                problem,
+                variant=variant if variants() else None,
+                values=choice.values,
+                plan_values={**own_plan(variant), **choice.plan},
+            )
         except CuverifyError:
             return None
         return None if own.judge() is not None else time_copies(own.layers, self.repeats).us

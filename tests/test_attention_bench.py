@@ -70,15 +70,15 @@ def test_the_portable_text_is_timed_where_the_rule_takes_another(
     asked: list[Any] = []
     of = OwnAttention.of
 
-    def watch(problem: Problem, *, layer: Any = None, **named: Any) -> OwnAttention:
-        asked.append(layer)
+    def watch(problem: Problem, *, variant: Any = None, **named: Any) -> OwnAttention:
+        asked.append(variant)
         return of(problem, **named)
 
     monkeypatch.setattr(OwnAttention, "of", watch)
-    monkeypatch.setattr(own_attention, "variants", lambda: ("portable", "other"))
+    monkeypatch.setattr(own_attention, "variants", lambda: {"portable": None, "other": None})
     monkeypatch.setattr(OwnAttention, "variant", "other")
     rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
-    assert asked == [None, {"variant": "portable"}]
+    assert asked == [None, "portable"]
     assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.PORTABLE, bench.PLAN]
     monkeypatch.setattr(OwnAttention, "variant", "portable")
     rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))

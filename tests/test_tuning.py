@@ -61,7 +61,7 @@ def test_every_tuned_value_is_one_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for table in tables():
         for entry in table.entries:
-            text = KernelSource.from_package(tuner.STEMS[entry.variant]).known_values()
+            text = KernelSource.from_package(tuner.stem_of(entry.variant)).known_values()
             assert set(entry.choice.plan) <= set(plan), table.gpu
             assert set(entry.choice.values) <= set(text), table.gpu
 
@@ -82,10 +82,12 @@ def test_the_lookup_takes_the_gpu_before_its_kin(monkeypatch: pytest.MonkeyPatch
 def test_every_knob_is_a_value_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for variant, knobs in KNOBS.items():
-        text = KernelSource.from_package(tuner.STEMS[variant]).known_values()
+        text = KernelSource.from_package(tuner.stem_of(variant)).known_values()
         for knob in knobs:
             known = plan if knob.part == "plan" else text
-            assert int(known[knob.name]) in knob.candidates, f"{variant}: {knob.name}"
+            assert knob.name in known, f"{variant}: {knob.name}"
+            start = tuner.default_values(variant)[knob.name]
+            assert start in knob.candidates, f"{variant}: {knob.name}"
 
 
 def test_defaults_are_not_measured_twice() -> None:

@@ -263,7 +263,7 @@ def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
     prepared = Prepared(own.layers, own.out, {"splits": own.splits})
     yield timed(None, prepared, own.judge)
     if "portable" in variants() and own.variant != "portable":
-        other = OwnAttention.of(problem, layer={"variant": "portable"})
+        other = OwnAttention.of(problem, variant="portable")
         prepared = Prepared(other.layers, other.out, {"splits": other.splits})
         yield {**timed(None, prepared, other.judge), "op": PORTABLE}
     row = gated(
