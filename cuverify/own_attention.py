@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def variants() -> Mapping[str, Any]:
-    """Return the texts that attend by name, each with its stem and plan; none where there is one."""
+    """Return the texts that attend, by name, with stem and plan; none where there is only one."""
     from cuverify.ops import verify_attention
 
     found: Mapping[str, Any] = getattr(verify_attention, "VARIANTS", {})
