@@ -83,7 +83,8 @@ def survey(
     ----------
     sources : iterable of KernelSource
     architectures : sequence of str
-        Names such as ``"sm_90a"``; all supported ones when empty.
+        Names such as ``"sm_90a"``; all supported ones when empty. A text that is limited to some
+        is compiled for those among them.
     save : Path, optional
         Folder for the cubins, under the names by which `cuverify.prebuilt` finds them.
     progress : callable, optional
@@ -105,6 +106,7 @@ def survey(
         A header is missing.
     """
     from cuverify.compile import ARCHITECTURES, compile_cubin
+    from cuverify.contract import limited_to
     from cuverify.device import write_cubin
 
     architectures = tuple(architectures) or ARCHITECTURES
@@ -113,12 +115,18 @@ def survey(
     said: dict[Diagnostic, list[str]] = {}
     logs: list[Finding] = []
     compiled = 0
-    total = len(sources) * len(architectures)
-    for index, source in enumerate(sources):
+    todo = [
+        (source, [arch for arch in architectures if arch in (limited_to(source.text) or [arch])])
+        for source in sources
+    ]
+    total = sum(len(own_architectures) for _, own_architectures in todo)
+    begun = 0
+    for source, own_architectures in todo:
         own: list[tuple[object, ...]] = []
-        for number, arch in enumerate(architectures):
+        for arch in own_architectures:
             if progress is not None:
-                progress(f"{source.name} for {arch}", index * len(architectures) + number, total)
+                progress(f"{source.name} for {arch}", begun, total)
+            begun += 1
             try:
                 cubin = compile_cubin(source, arch)
             except CompileError as error:

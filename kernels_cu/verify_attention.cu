@@ -151,29 +151,28 @@ struct KvRows {
     long long draft_stride;
     const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
 
-    // Looked up a tile ahead of the row itself. For a row of `draft_kv` it is the row's number.
-    __device__ __forceinline__ long long slot(const Item& item, int position) const {
-        const int node = position - item.prefix;
-        if (position >= item.end) {
-            return 0;
-        }
-        if (node < 0) {
-            return static_cast<long long>(kv_indices[item.first_index + position]);
-        }
-        const long long token = item.first_token + node;
-        return out_cache_loc == nullptr ? token : out_cache_loc[token];
+    // The entry of the list at a position of the prefix. Looked up a tile ahead of the row itself and
+    // not touched before, not even to be widened: a warp would wait for it.
+    __device__ __forceinline__ KV_INDEX listed(const Item& item, int position) const {
+        return position < min(item.prefix, item.end) ? kv_indices[item.first_index + position] : 0;
     }
 
     // Starts the copy of row `place.copy_row` of the tile at position `start` into `tile`: this
     // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone.
-    __device__ __forceinline__ void fetch(const Item& item, int start, long long slot, bits16* tile,
-                                          Place place) const {
+    __device__ __forceinline__ void fetch(const Item& item, int start, KV_INDEX listed,
+                                          bits16* tile, Place place) const {
         if (start >= item.end) {
             return;
         }
         const int position = start + place.copy_row;
-        const bool separate = position >= item.prefix && out_cache_loc == nullptr;
         const bool present = position < item.end;
+        const bool in_tree = present && position >= item.prefix;
+        const bool separate = in_tree && out_cache_loc == nullptr;
+        long long slot = static_cast<long long>(listed);
+        if (in_tree) {
+            const long long token = item.first_token + (position - item.prefix);
+            slot = separate ? token : out_cache_loc[token];
+        }
         const bits16* from = separate ? draft_kv + slot * draft_stride : kv + slot * kv_stride;
         from = (present ? from : kv) + place.copy_lane * PIECE;
         bits16* to = tile + place.copy_row * PITCH + place.copy_lane * PIECE;
@@ -373,13 +372,14 @@ __device__ __forceinline__ void gather_scores(float (&x)[4], const float* all_sc
     }
 }
 
-// Reads the block's next item; one without query rows when there is none.
+// Reads the block's next item; one without query rows when there is none. Where two blocks are to
+// divide the columns of V, the first one takes them all.
 __device__ __forceinline__ void advance(Item& item, const int* work, const int* cta_work,
                                         const int* kv_indptr, const QO_INDEX* qo_indptr) {
     const int number = item.next;
     item.next = number + cta_work[2];
     item.rows = -1;
-    if (number < cta_work[1]) {
+    if (number < cta_work[1] && cta_work[3] != 2) {
         const int* given = work + number * 6ll;
         const int request = given[0];
         const int end = given[3];
@@ -428,20 +428,20 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 
 // Starts the copies of the item's first tiles, one commit group each; looks up the slot of the
 // next.
-__device__ __forceinline__ long long fetch_first(const KvRows& source, const Item& item,
-                                                 bits16* ring, Place place) {
-    long long slots[STAGES];
+__device__ __forceinline__ KV_INDEX fetch_first(const KvRows& source, const Item& item,
+                                                bits16* ring, Place place) {
+    KV_INDEX listed[STAGES];
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-        slots[stage] = source.slot(item, item.begin + stage * TILE + place.copy_row);
+        listed[stage] = source.listed(item, item.begin + stage * TILE + place.copy_row);
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
-        source.fetch(item, item.begin + stage * TILE, slots[stage], ring + stage * TILE * PITCH,
+        source.fetch(item, item.begin + stage * TILE, listed[stage], ring + stage * TILE * PITCH,
                      place);
         ptx::cp_async_commit();
     }
-    return slots[STAGES - 1];
+    return listed[STAGES - 1];
 }
 
 // Puts a warp's normalised outputs into shared memory as rows of the row tile.
@@ -498,7 +498,7 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
-// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, 0
+// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
 // @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
 // @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
@@ -550,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
         int start = item.begin;  // of the present tile
 
-        long long next = fetch_first(source, item, ring, Place(thread_anew()));
+        KV_INDEX next = fetch_first(source, item, ring, Place(thread_anew()));
         load_masks(item, visible, words, masks, thread_anew());
         Queries q;
         if (active) {
@@ -581,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int coming = start + (STAGES - 1) * TILE;
             source.fetch(item, coming, next, ring + before * TILE * PITCH, own);
             ptx::cp_async_commit();
-            next = source.slot(item, coming + TILE + own.copy_row);
+            next = source.listed(item, coming + TILE + own.copy_row);
             if (active) {
                 float x[4];
                 gather_scores(x, all_scores, own, sm_scale * LOG2_E);

@@ -88,10 +88,11 @@ PLANTED = [
     Mutant("a mask from the first tile that is whole", ATTENTION, "if (start + TILE > min(item.prefix, item.end)) {", "if (start > min(item.prefix, item.end)) {", ("numbers",)),
     Mutant("the tree is forgotten", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
     Mutant("every piece has the tree", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
-    Mutant("drafts from the next slot", ATTENTION, "const long long token = item.first_token + node;", "const long long token = item.first_token + node + 1;", ("numbers", "out-of-bounds")),
+    Mutant("drafts from the next slot", ATTENTION, "item.first_token + (position - item.prefix);", "item.first_token + (position - item.prefix) + 1;", ("numbers", "out-of-bounds")),
     Mutant("a prefix of the request before", ATTENTION, "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
     Mutant("queries of no token", ATTENTION, "row < item.rows && column < DIM", "column < DIM", ("out-of-bounds",)),
     Mutant("outputs of no token", ATTENTION, "if (flat < item.rows) {\n                const long long token", "{\n                const long long token", ("out-of-bounds", "race", "numbers")),
+    Mutant("two blocks take all columns", ATTENTION, " && cta_work[3] != 2", "", ("race",)),
     Mutant("no rescaling", ATTENTION, "if (scale.x != 1.0f || scale.y != 1.0f) {", "if (false) {", ("numbers",)),
     Mutant("sums are not rescaled", ATTENTION, "sum[i] * factor[i]", "sum[i]", ("numbers",)),
     Mutant("a maximum of half the lanes", ATTENTION, "largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
@@ -112,6 +113,8 @@ PLANTED = [
     Mutant("slots of two row tiles meet", PLAN, "lane * (cuts + 1)", "lane * cuts", ("numbers", "race")),
     Mutant("an entry is done by nobody", PLAN, "to[0] = static_cast<int>(end - own) * width + lane;", "to[0] = static_cast<int>(end - own) * width + lane + width;", ("numbers",)),
     Mutant("an entry is done twice", PLAN, "to[1] = static_cast<int>(end) * width;", "to[1] = static_cast<int>(end) * width + width;", ("race", "out-of-bounds", "numbers")),
+    Mutant("halves are not told apart", PLAN, "halves ? half + 1 : 0", "0", ("race",)),
+    Mutant("halves of several teams meet", PLAN, "(team * width + lane) * blocks + half", "team * width + lane + half", ("numbers", "race")),
     Mutant("bounds of the prefixes are not sums", PLAN, "kv_total += sum;", "", ("numbers", "status", "out-of-bounds")),
 ]  # fmt: skip
 
@@ -130,6 +133,8 @@ STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", batch_of([3] * 2 + [33], [70, 1, 9], latent=16, masks="any"), {"num_ctas": 2}),
     # more pieces than verify_combine has warps
     ("", batch_of([300], [8], latent=16, draft_source="separate", spread=4.0), {"num_ctas": 12}),
+    # two blocks an entry
+    ("", batch_of([60, 20], [9, 9], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "HALVES_ROWS": 4096}}),
     # more requests than verify_plan has threads
     ("", batch_of([17] * 70, [1] * 70, latent=16), {"num_ctas": 70, "plan_values": {**FINE, "PLAN_THREADS": 64}}),
     ("bad slots", batch_of([40], [9], latent=16), {"num_ctas": 2}),
@@ -140,7 +145,7 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
     """Run the steps with these texts; return kinds of reports, and "numbers" if one is wrong."""
 
     def made(stem: str, names: Sequence[str]) -> Any:
-        def kernels_of(**values: int | str) -> tuple[Kernel, ...]:
+        def kernels_of(*_variant: str, **values: int | str) -> tuple[Kernel, ...]:
             source = kernels[stem].with_values(**values)
             return tuple(Kernel(source, name) for name in names)
 
