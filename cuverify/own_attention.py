@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cuverify.ops.verify_attention import VerifyAttention
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.verify_problem import Problem
-
-
-def variants() -> Mapping[str, Any]:
-    """Return the texts that attend, by name, with stem and plan; none where there is only one."""
-    from cuverify.ops import verify_attention
-
-    found: Mapping[str, Any] = getattr(verify_attention, "VARIANTS", {})
-    return found
+    from cuverify.verify_variants import VariantName
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,23 +32,23 @@ class OwnAttention:
     """
 
     problem: Problem
-    layers: Sequence[Callable[[], None]]
+    layers: Sequence[VerifyAttention]
     out: Any
     lse: Any
     plan: VerifyPlan
     splits: int
 
     @property
-    def variant(self) -> str | None:
-        """The text that attends, None where there is one only."""
-        return getattr(self.layers[0], "variant", None)
+    def variant(self) -> VariantName:
+        """The text that attends."""
+        return self.layers[0].variant
 
     @classmethod
     def of(
         cls,
         problem: Problem,
         *,
-        variant: str | None = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
         plan_values: Mapping[str, int] | None = None,
         num_ctas: int | None = None,
@@ -65,7 +59,7 @@ class OwnAttention:
         ----------
         problem : Problem
         variant : str, optional
-            Of `variants`; the rule's choice if absent.
+            The text; the rule's choice if absent.
         values, plan_values : mapping of str to int, optional
             `-D` values of the attention's text and of the plan.
         num_ctas : int, optional
@@ -82,7 +76,6 @@ class OwnAttention:
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
         shape, device = problem.shape, problem.pool.device
-        chosen = {} if variant is None else {"variant": variant}
         workspace = PlanWorkspace.allocate(
             problem.seq_lens,
             max_batch=shape.batch,
@@ -97,10 +90,10 @@ class OwnAttention:
                 problem.qo_indptr,
                 heads=shape.heads,
                 max_tokens=shape.tokens,
-                max_tree_tokens=64 * problem.visible.shape[1],
+                max_tree_tokens=shape.tree,
                 workspace=workspace,
+                variant=variant,
                 values=plan_values,
-                **chosen,
                 **lists,
             )
 
@@ -123,8 +116,8 @@ class OwnAttention:
                     sm_scale=problem.sm_scale,
                     out_cache_loc=drafts,
                     workspace=scratch,
+                    variant=variant,
                     values=values,
-                    **chosen,
                 )
             )
         whole = plan_of(

@@ -21,11 +21,12 @@ from cuverify.files import write_atomically
 from cuverify.report import Report, Table
 from cuverify.tuning import Choice, Entry, TunedTable
 from cuverify.verify_shapes import Shape
+from cuverify.verify_variants import VARIANTS, VariantName, variant_of
 
 if TYPE_CHECKING:
     from cuverify.verify_problem import Problem
 
-Measure = Callable[[Shape, str, Choice], float | None]
+Measure = Callable[[Shape, VariantName, Choice], float | None]
 Part = Literal["plan", "values"]
 
 MARGIN = 1.01
@@ -60,16 +61,19 @@ class Knob:
     candidates: tuple[int, ...]
 
 
-PLAN_KNOBS = (
-    Knob("plan", "ROOT_HALVES", (1, 2, 3, 4)),
-    Knob("plan", "START_ROWS", (16, 32, 48, 96)),
-    Knob("plan", "LEAST_ROWS", (16, 32, 64)),
-)
-KNOBS: Mapping[str, tuple[Knob, ...]] = {
+KNOBS: Mapping[VariantName, tuple[Knob, ...]] = {
     "portable": (
-        *PLAN_KNOBS,
-        Knob("values", "STAGES", (3, 4, 5)),
+        Knob("plan", "ROOT_HALVES", (1, 2, 3, 4)),
+        Knob("plan", "START_ROWS", (16, 32, 48, 96)),
+        Knob("plan", "LEAST_ROWS", (16, 32, 64)),
+        Knob("values", "STAGES", (4, 5)),
         Knob("values", "COMBINE_UNROLL", (2, 4, 8)),
+    ),
+    "sm90": (
+        Knob("plan", "ROOT_HALVES", (0, 2, 3, 4)),
+        Knob("plan", "START_ROWS", (48, 96, 144, 192)),
+        Knob("plan", "HALVES_ROWS", (0, 160, 320, 640)),
+        Knob("values", "COMBINE_UNROLL", (4, 6, 8)),
     ),
 }
 """What is searched for each variant, in this order."""
@@ -99,7 +103,7 @@ class Trial:
 
 
 def search(
-    variant: str,
+    variant: VariantName,
     knobs: Sequence[Knob],
     measure: Measure,
     *,
@@ -174,7 +178,7 @@ def tune(
     Parameters
     ----------
     variants : sequence of str
-        Of `KNOBS`; all when empty. Entries of others stay as the table has them.
+        Of `KNOBS`; those that this GPU can run when empty. Entries of others stay as they are.
     seconds : float, optional
         No candidate is begun later than this; classes that are not finished get no entry.
     folder : Path, optional
@@ -210,7 +214,10 @@ def tune(
     measure = Measuring()
     report = Report(f"tune on {gpu}")
     found: list[Entry] = []
-    chosen = list(variants) or list(KNOBS)
+    capability = torch.cuda.get_device_capability()
+    chosen = [name for name in KNOBS if name in variants] or sorted(
+        {variant_of(capability), "portable"}
+    )
     for number, variant in enumerate(chosen):
         if progress is not None:
             progress(variant, number, len(chosen))
@@ -223,7 +230,7 @@ def tune(
         )
         found.extend(entries)
         report.tables.append(trial_table(variant, trials))
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = capability
     folder = Path(cuverify.tuned.__path__[0]) if folder is None else folder
     path = folder / f"{slug(gpu)}.json"
     old = TunedTable.from_json(json.loads(path.read_text())).entries if path.is_file() else ()
@@ -233,30 +240,14 @@ def tune(
     return report, path
 
 
-def default_values(variant: str) -> dict[str, int]:
+def default_values(variant: VariantName) -> dict[str, int]:
     """Return what a variant's knobs are where nothing is chosen."""
     from cuverify.sources import KernelSource
 
-    texts = {"plan": "verify_plan", "values": stem_of(variant)}
+    texts = {"plan": "verify_plan", "values": VARIANTS[variant].stem}
     known = {part: KernelSource.from_package(stem).known_values() for part, stem in texts.items()}
     defaults = {knob.name: int(known[knob.part][knob.name]) for knob in KNOBS[variant]}
-    return {**defaults, **own_plan(variant)}
-
-
-def stem_of(variant: str) -> str:
-    """Return the stem of a variant's text."""
-    from cuverify.own_attention import variants
-
-    known = variants().get(variant)
-    return "verify_attention" if known is None else str(known.stem)
-
-
-def own_plan(variant: str) -> dict[str, int]:
-    """Return the plan's values that a variant has of its own."""
-    from cuverify.own_attention import variants
-
-    known = variants().get(variant)
-    return {} if known is None else dict(known.plan)
+    return {**defaults, **VARIANTS[variant].plan}
 
 
 def merged(old: Sequence[Entry], new: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -290,18 +281,18 @@ class Measuring:
         self.repeats = repeats
         self.problems: dict[Shape, Problem] = {}
 
-    def __call__(self, shape: Shape, variant: str, choice: Choice) -> float | None:
+    def __call__(self, shape: Shape, variant: VariantName, choice: Choice) -> float | None:
         """Return the microseconds of a candidate, None where it is wrong or does not compile."""
         from cuverify.bench import time_copies
-        from cuverify.own_attention import OwnAttention, variants
+        from cuverify.own_attention import OwnAttention
 
         problem = self._problem(shape)
         try:
             own = OwnAttention.of(
                 problem,
-                variant=variant if variants() else None,
+                variant=variant,
                 values=choice.values,
-                plan_values={**own_plan(variant), **choice.plan},
+                plan_values={**VARIANTS[variant].plan, **choice.plan},
             )
         except CuverifyError:
             return None
@@ -319,7 +310,7 @@ class Measuring:
 
 
 def _times(
-    shapes: Sequence[Shape], variant: str, choice: Choice, measure: Measure
+    shapes: Sequence[Shape], variant: VariantName, choice: Choice, measure: Measure
 ) -> list[float] | None:
     times = []
     for shape in shapes:

@@ -154,6 +154,25 @@ def tuned(gpu: str, architecture: str, *, variant: str, rows: int) -> Choice:
     return find_choice([*own, *kin], variant, rows)
 
 
+def choice_for(device: str | None, *, variant: str, rows: int) -> Choice:
+    """Return what is best on a device, an empty choice for the host lane.
+
+    Parameters
+    ----------
+    device : str or None
+        As torch names it, such as ``cuda:0``; ``cpu`` or None for the host lane.
+    variant, rows
+        As for `tuned`.
+    """
+    if device in (None, "cpu"):
+        return Choice()
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return tuned(name, f"sm_{major}{minor}", variant=variant, rows=rows)
+
+
 def find_choice(candidates: Iterable[TunedTable], variant: str, rows: int) -> Choice:
     """Return the choice of the first table that has one, an empty one if none has."""
     for table in candidates:

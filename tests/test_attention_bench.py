@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cuverify import own_attention
 from cuverify.bench import Record, Timing, run_benches
 from cuverify.benches import verify_attention as bench
 from cuverify.ceilings import Ceilings, read_step
@@ -75,7 +74,6 @@ def test_the_portable_text_is_timed_where_the_rule_takes_another(
         return of(problem, **named)
 
     monkeypatch.setattr(OwnAttention, "of", watch)
-    monkeypatch.setattr(own_attention, "variants", lambda: {"portable": None, "other": None})
     monkeypatch.setattr(OwnAttention, "variant", "other")
     rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
     assert asked == [None, "portable"]

@@ -15,6 +15,7 @@ from cuverify.sources import KernelSource
 from cuverify.tuner import KNOBS, Knob, Trial, merged, search, trial_table
 from cuverify.tuning import Choice, Entry, TunedTable, find_choice, tables, tuned
 from cuverify.verify_shapes import Shape
+from cuverify.verify_variants import VARIANTS
 
 NARROW = Entry("portable", 64, Choice({"START_ROWS": 16}, {"STAGES": 5}))
 WIDE = Entry("portable", None, Choice({}, {"STAGES": 3}))
@@ -61,7 +62,7 @@ def test_every_tuned_value_is_one_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for table in tables():
         for entry in table.entries:
-            text = KernelSource.from_package(tuner.stem_of(entry.variant)).known_values()
+            text = KernelSource.from_package(VARIANTS[entry.variant].stem).known_values()
             assert set(entry.choice.plan) <= set(plan), table.gpu
             assert set(entry.choice.values) <= set(text), table.gpu
 
@@ -76,13 +77,44 @@ def test_the_lookup_takes_the_gpu_before_its_kin(monkeypatch: pytest.MonkeyPatch
     assert tuned("NVIDIA H200", "sm_120", variant="sm90", rows=8) == Choice()
 
 
+def test_the_host_lane_has_no_tuned_values() -> None:
+    for device in (None, "cpu"):
+        assert tuning.choice_for(device, variant="portable", rows=64) == Choice()
+
+
+def test_steps_take_tuned_values_unless_they_are_given_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cuverify.ops import verify_attention, verify_plan
+    from cuverify.own_attention import OwnAttention
+    from cuverify.verify_problem import Problem, new_pool
+
+    asked: list[tuple[str, int]] = []
+
+    def choice_for(device: str | None, *, variant: str, rows: int) -> Choice:
+        asked.append((variant, rows))
+        return Choice({"START_ROWS": 16}, {"STAGES": 5})
+
+    monkeypatch.setattr(verify_plan, "choice_for", choice_for)
+    monkeypatch.setattr(verify_attention, "choice_for", choice_for)
+    problem = Problem(Shape((40, 9), 3), new_pool(60, "cpu"), copies=1)
+    own = OwnAttention.of(problem)
+    assert own.judge() is None
+    assert set(asked) == {("portable", 3 * 8)}
+    assert own.plan.values == {**VARIANTS["portable"].plan, "START_ROWS": 16}
+    assert own.layers[0].partials.launch.source.values["STAGES"] == 5
+    given = OwnAttention.of(problem, values={}, plan_values={"LEAST_ROWS": 16})
+    assert given.plan.values == {"LEAST_ROWS": 16}
+    assert "STAGES" not in given.layers[0].partials.launch.source.values
+
+
 # --- the search ----------------------------------------------------------------------------------
 
 
 def test_every_knob_is_a_value_of_its_text() -> None:
     plan = KernelSource.from_package("verify_plan").known_values()
     for variant, knobs in KNOBS.items():
-        text = KernelSource.from_package(tuner.stem_of(variant)).known_values()
+        text = KernelSource.from_package(VARIANTS[variant].stem).known_values()
         for knob in knobs:
             known = plan if knob.part == "plan" else text
             assert knob.name in known, f"{variant}: {knob.name}"

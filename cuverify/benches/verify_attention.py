@@ -256,13 +256,13 @@ def _reading(problem: Problem, timed: Time) -> dict[str, Any]:
 
 def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
     """Yield the records of our attention, of its plan, and of the text that every GPU can run."""
-    from cuverify.own_attention import OwnAttention, variants
+    from cuverify.own_attention import OwnAttention
     from cuverify.peers import Prepared
 
     own = OwnAttention.of(problem)
     prepared = Prepared(own.layers, own.out, {"splits": own.splits})
     yield timed(None, prepared, own.judge)
-    if "portable" in variants() and own.variant != "portable":
+    if own.variant != "portable":
         other = OwnAttention.of(problem, variant="portable")
         prepared = Prepared(other.layers, other.out, {"splits": other.splits})
         yield {**timed(None, prepared, other.judge), "op": PORTABLE}

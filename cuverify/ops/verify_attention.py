@@ -30,6 +30,7 @@ from cuverify.ops.verify_plan import (
     plan_workspace,
 )
 from cuverify.sources import KernelSource
+from cuverify.tuning import choice_for
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
 
 MAX_WORDS = 4
@@ -137,7 +138,8 @@ class VerifyAttention:
     variant : {"portable", "sm90"}, optional
         The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
-        `-D` values of that text, such as ``{"STAGES": 5}``.
+        `-D` values of that text, such as ``{"STAGES": 5}``, in place of those that were tuned for
+        the GPU.
 
     Attributes
     ----------
@@ -244,7 +246,10 @@ class VerifyAttention:
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
-        partials, combine = verify_attention_kernels(self.variant, **{**chosen, **(values or {})})
+        if values is None:
+            rows = plan.max_tree_tokens * heads
+            values = choice_for(device, variant=self.variant, rows=rows).values
+        partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
         buffers = plan.workspace

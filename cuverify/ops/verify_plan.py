@@ -20,6 +20,7 @@ from cuverify.buffers import Buffer, check_workspace, read, refuse_overlap, tens
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.sources import KernelSource
+from cuverify.tuning import choice_for
 from cuverify.verify_variants import VARIANTS, VariantName, variant_of
 
 ROW_TILE = 64
@@ -242,7 +243,7 @@ class VerifyPlan:
         plan. The one that is best for the GPU if absent.
     values : mapping of str to int, optional
         `-D` values of kernels_cu/verify_plan.cu, such as ``{"START_ROWS": 32}``, in place of the
-        variant's own.
+        variant's own and of those that were tuned for the GPU.
 
     Attributes
     ----------
@@ -330,7 +331,10 @@ class VerifyPlan:
         self.num_ctas = num_ctas
         self.max_tokens = max_tokens
         self.max_tree_tokens = max_tree_tokens
-        self.values = dict(VARIANTS[variant].plan if values is None else values)
+        if values is None:
+            choice = choice_for(device, variant=variant, rows=max_tree_tokens * heads)
+            values = {**VARIANTS[variant].plan, **choice.plan}
+        self.values = dict(values)
         self.qo_indptr = qo_indptr
         self.kv_indices = kv_indices
         self.kv_indptr = workspace.kv_indptr[: batch + 1] if kv_indptr is None else kv_indptr
