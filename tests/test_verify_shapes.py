@@ -140,14 +140,14 @@ def test_words_are_the_mask(tokens: int) -> None:
     assert np.array_equal(mask_words(masks), np.concatenate(trees))
 
 
-@pytest.mark.parametrize("name", ["1x2k:8", "1x2k:64", "1x2k:block16", "1x500:129"])
+@pytest.mark.parametrize("name", ["1x2k:8", "1x500:64", "1x500:block16", "1x200:129"])
 def test_the_gate_for_peers_sees_each_wrong_bit_and_each_lost_end(name: str) -> None:
     shape = Shape.parse(name)
     lost = Problem(shape, new_pool(shape.rows, "cpu"), copies=1)
     right = lost.expected
     rng = np.random.default_rng(0)
     mask = lost.sees[0]
-    for _ in range(6):
+    for _ in range(4):
         token, other = rng.integers(0, shape.tree, 2)
         flipped = mask.copy()
         flipped[token, other] ^= True
