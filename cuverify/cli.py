@@ -372,6 +372,19 @@ def verify(json_file: Path | None) -> int:
     return _show(json_file, measurements=False)
 
 
+@evidence.command("picture")
+@click.argument(
+    "file", type=click.Path(dir_okay=False, path_type=Path), callback=_json_target, metavar="FILE"
+)
+@click.option("--gpu", help="Part of the GPU's name; the first that was recorded when absent.")
+def picture_command(file: Path, gpu: str | None) -> int:
+    """Draw the recorded times of attention into FILE, .svg or .png; needs matplotlib."""
+    from cuverify import evidence, performance
+
+    performance.picture(evidence.source_root(), file, gpu)
+    return OK
+
+
 @evidence.command()
 @click.option("--part", required=True, type=click.Choice(["tests", "bench", "attention"]))
 @click.option("--shapes", metavar="SHAPES", help="Of attention, as for bench; all when absent.")

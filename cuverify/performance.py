@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cuverify.comparison import Line, geometric_mean, lines
+from cuverify.errors import EvidenceError
 from cuverify.verify_shapes import ALL, BLOCK, GRID, LEVEL, RAGGED, TARGETS_US, WIDE, Shape
 
 PAGE = Path("docs") / "performance.md"
@@ -26,7 +27,12 @@ SGLANG = "SGLang, Triton"
 # times faster than SGLang's Triton kernel that are aimed at: prefixes, one request, up to 16 tokens
 _SGLANG_GOALS = ((("1k",), 14), (("4k",), 50), (("16k", "64k", "180k"), 150))
 _SGLANG_TREES = (1, 8, 16)
+_REAL_WIDTHS = (17, 33, 65)
 _RAGGED_LIMIT = 1.25
+# what the portable text is to reach on an H200
+_PORTABLE_ROWS, _PORTABLE_TREE, _PORTABLE_WIDER = 65_536, 8, 16
+_PORTABLE_FACTOR = 1.5
+_PORTABLE_RATE, _PORTABLE_SHAPE = 200, "1x64k:8"
 _GRID_GOAL = 1.7
 
 MMA_SYNC_FLOPS = 600e12
@@ -88,6 +94,37 @@ def write(root: Path) -> Path:
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, page(root))
     return path
+
+
+def picture(root: Path, path: Path, gpu: str | None = None) -> None:
+    """Draw the recorded times of one GPU, as `cuverify.figures.draw` does.
+
+    Parameters
+    ----------
+    root : Path
+        Of a source tree.
+    path : Path
+        ``.svg`` or ``.png``.
+    gpu : str, optional
+        Part of its name; the first GPU whose attention was recorded if absent.
+
+    Raises
+    ------
+    EvidenceError
+        There is no such record.
+    ToolchainError
+        matplotlib is not installed.
+    """
+    from cuverify import evidence, figures
+
+    for file in evidence.evidence_files(root):
+        document = evidence.load(file)
+        section = document["sections"].get("attention")
+        if section is not None and (gpu is None or gpu in document["gpu"]):
+            figures.draw(section["data"], path)
+            return
+    wanted = "" if gpu is None else f" of a GPU like {gpu!r}"
+    raise EvidenceError(f"no attention{wanted} is recorded in {root / evidence.FOLDER}")
 
 
 # --- one GPU -------------------------------------------------------------------------------------
@@ -165,6 +202,13 @@ def _summary(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
         yield (
             f"- Geometric mean over {len(gains)} of the {len(GRID)} shapes of the grid: "
             f"{mean:.2f}x (goal: {_GRID_GOAL}x)."
+        )
+    widths = [line for line in compared if Shape.parse(line.name).tree in _REAL_WIDTHS]
+    if widths:
+        behind = [line.name for line in widths if (line.speedup or 0) <= 1]
+        yield (
+            f"- With trees of {', '.join(map(str, _REAL_WIDTHS))} tokens: faster at "
+            f"{len(widths) - len(behind)} of {len(widths)} shapes."
         )
     against = [
         line.peers[SGLANG] / line.ours_us
@@ -253,12 +297,22 @@ def _times(title: str, chosen: Sequence[Line | None]) -> Iterator[str]:
 
 def _portable(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
     rows = []
+    ahead: list[bool] = []
+    near: list[bool] = []
+    reached: float | None = None
     for (op, name), line in found.items():
         chosen = found.get((OP, name))
         if op != PORTABLE or chosen is None or chosen.best is None:
             continue
         shape = Shape.parse(name)
+        share = None if not line.ours_us else line.ours_us / chosen.best[1]
+        if shape.tree <= _PORTABLE_TREE and shape.prefix_rows <= _PORTABLE_ROWS:
+            ahead.append(share is not None and share < 1)
+        elif shape.tree <= _PORTABLE_WIDER:
+            near.append(share is not None and share <= _PORTABLE_FACTOR)
         rate = None if not line.ours_us else shape.flops / line.ours_us / 1e6
+        if name == _PORTABLE_SHAPE:
+            reached = rate
         rows.append(
             (
                 name,
@@ -272,7 +326,18 @@ def _portable(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
         return
     yield "### The portable variant on this GPU"
     yield ""
-    yield "What GPUs without the Hopper variant get; here a stand-in for them."
+    yield "What GPUs without the Hopper variant get; here a stand-in for them. Goals:"
+    yield ""
+    yield (
+        f"- faster than the best peer with up to {_PORTABLE_TREE} tokens and 64k rows: at "
+        f"{sum(ahead)} of {len(ahead)} shapes;"
+    )
+    yield (
+        f"- within {_PORTABLE_FACTOR}x of it elsewhere with up to {_PORTABLE_WIDER} tokens: at "
+        f"{sum(near)} of {len(near)};"
+    )
+    rate_told = "not measured" if reached is None else f"{reached:.0f}"
+    yield f"- {_PORTABLE_RATE} TFLOP/s at `{_PORTABLE_SHAPE}`: {rate_told}."
     yield ""
     yield from _table(("shape", "us", "TFLOP/s", "best peer", "x best peer"), rows)
 

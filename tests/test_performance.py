@@ -10,7 +10,7 @@ import pytest
 from cuverify import evidence, figures, performance
 from cuverify.benches.verify_attention import absent, facts
 from cuverify.comparison import READING, comparison_table, geometric_mean, lines
-from cuverify.errors import ArgumentError, ToolchainError
+from cuverify.errors import ArgumentError, EvidenceError, ToolchainError
 from cuverify.performance import PLAN, PORTABLE, RTX_PRO_6000, SGLANG, predicted_us
 from cuverify.verify_shapes import LEVEL, RAGGED, Shape
 
@@ -215,6 +215,36 @@ def test_a_roofline_holds_ceilings_and_points() -> None:
     assert points["ours"][0] == pytest.approx((shape.flops / shape.bytes, shape.flops / 7.5 * 1e6))
     assert READING not in points
     assert len(points["FA3, strongest composition"]) == 2
+
+
+def test_the_portable_text_is_held_against_its_goals() -> None:
+    records = []
+    for name, ours, peer in (
+        ("1x64k:8", 40.0, 60.0), ("1x16k:8", 30.0, 20.0), ("1x180k:8", 120.0, 90.0),
+        ("1x64k:16", 200.0, 70.0), ("1x64k:33", 500.0, 90.0),
+    ):  # fmt: skip
+        records += [record(name, 10.0), record(name, peer, peer=SGLANG)]
+        records.append(record(name, ours, op=PORTABLE))
+    text = section(records)
+    assert "- faster than the best peer with up to 8 tokens and 64k rows: at 1 of 2 shapes;" in text
+    assert "- within 1.5x of it elsewhere with up to 16 tokens: at 1 of 2;" in text
+    assert "- 200 TFLOP/s at `1x64k:8`: 228." in text
+    assert "With trees of 17, 33, 65 tokens: faster at 1 of 1 shapes." in text
+
+
+def test_a_picture_of_the_record_names_what_is_missing(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / evidence.FOLDER).mkdir()
+    document = json.loads((ROOT / "evidence" / "h200.json").read_text())
+    attention = {**document["sections"]["bench"], "data": RECORDS}
+    text = json.dumps({**document, "sections": {"attention": attention}})
+    (tmp_path / evidence.FOLDER / "h200.json").write_text(text)
+    with pytest.raises(EvidenceError, match="no attention of a GPU like 'RTX' is recorded"):
+        performance.picture(tmp_path, tmp_path / "x.svg", "RTX")
+    pytest.importorskip("matplotlib.figure")
+    performance.picture(tmp_path, tmp_path / "x.svg", "H200")
+    assert b"<svg" in (tmp_path / "x.svg").read_bytes()
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
