@@ -27,8 +27,8 @@
 
 #include "bf16.cuh"
 #include "hopper.cuh"
+#include "merge.cuh"
 #include "ptx.cuh"
-#include "scan.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
 
@@ -896,15 +896,6 @@ struct Place {
     }
 };
 
-// How many warps share the splits of a unit: a power of 2, so that all can be in flight.
-__device__ __forceinline__ int sharers(int splits, int warps) {
-    int count = 1;
-    while (count < warps && count * COMBINE_UNROLL < splits) {
-        count *= 2;
-    }
-    return count;
-}
-
 }  // namespace
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
@@ -937,47 +928,26 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     constexpr int PIECES = ROW_TILE * LATENT / PIECE;
     constexpr int UNITS = PIECES / 32;
     DYNAMIC_SHARED(cursor);
-    CARVE(cursor, int, starts, tiles + 1);  // what blocks do at once, before each row tile
+    CARVE(cursor, int, starts, tiles + 1);
     SHARED_ARRAY(float, means, [WARPS][2][6][32]);
     SHARED_ARRAY(int, scratch, [block::MAX_WARPS]);
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % 32;
     const int warp = thread / 32;
 
-    int total = 0;
-    for (int first = 0; first < tiles; first += COMBINE_THREADS) {
-        const int tile = first + thread;
-        int own = 0;
-        if (tile < tiles) {
-            const int splits = combine_indptr[tile + 1] - combine_indptr[tile];
-            own = splits == 0 ? 0 : UNITS / WARPS * sharers(splits, WARPS);
-        }
-        int sum;
-        const int end = total + block::inclusive_sum(own, scratch, sum);
-        total += sum;
-        if (tile < tiles) {
-            starts[tile] = end - own;
-        }
-    }
-    if (thread == 0) {
-        starts[tiles] = total;
-    }
-    __syncthreads();
+    const int total =
+        merge::lay_out(starts, combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL, scratch);
     hopper::wait_for_dependency();
 
     for (int turn = blockIdx.x; turn < total; turn += gridDim.x) {
-        int tile = 0;
-        for (int above = tiles; above - tile > 1;) {
-            const int middle = (tile + above) / 2;
-            (starts[middle] <= turn ? tile : above) = middle;
-        }
+        const int tile = merge::tile_of(starts, tiles, turn);
         const int begin = combine_indptr[tile];
         const int end = combine_indptr[tile + 1];
         const int request = combine_tiles[2 * tile];
         const int first_row = combine_tiles[2 * tile + 1] * ROW_TILE;
         const long long first_token = static_cast<long long>(qo_indptr[request]);
         const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * HEADS;
-        const int sharing = sharers(end - begin, WARPS);
+        const int sharing = merge::sharers(end - begin, WARPS, COMBINE_UNROLL);
         const int first_unit = (turn - starts[tile]) * (WARPS / sharing);
         const Place own(first_unit + warp / sharing, lane);
         const uint4* pieces = reinterpret_cast<const uint4*>(partial_out) + own.piece;
