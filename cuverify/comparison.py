@@ -101,10 +101,10 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def comparison_table(records: Iterable[Mapping[str, Any]]) -> Table:
-    """Return the lines that have a peer, or only a floor, as a table."""
+    """Return the lines that have a floor, and a peer or the time of reading, as a table."""
     rows = []
     for line in lines(records):
-        if line.best is None and line.read_us is None:
+        if line.floor_us is None or (line.best is None and line.read_us is None):
             continue
         name, us = line.best or (None, None)
         rows.append(

@@ -82,7 +82,11 @@ def test_ours_stands_beside_the_best_peer() -> None:
 
 
 def test_a_wrong_result_shows_no_time_in_the_table() -> None:
-    table = comparison_table([*RECORDS, record("1x64k:8", 60.0, peer=SGLANG)])
+    tokens = [
+        record("1x16k:8", 9.0, op="token_exactness", floor_us=None, peer=peer)
+        for peer in (None, SGLANG)
+    ]
+    table = comparison_table([*RECORDS, record("1x64k:8", 60.0, peer=SGLANG), *tokens])
     ours = {row[0]: row[list(table.columns).index("ours us")] for row in table.rows}
     assert ours == {"1x1k:8": 7.5, "1x4k:8": 30.0, "1x64k:8": "wrong: lse[0] is 1, expected 2"}
 
