@@ -67,7 +67,7 @@ KNOBS: Mapping[VariantName, tuple[Knob, ...]] = {
         Knob("plan", "START_ROWS", (16, 32, 48, 96)),
         Knob("plan", "LEAST_ROWS", (16, 32, 64)),
         Knob("values", "STAGES", (4, 5)),
-        Knob("values", "COMBINE_UNROLL", (2, 4, 8)),
+        Knob("values", "COMBINE_UNROLL", (4, 6, 8)),
     ),
     "sm90": (
         Knob("plan", "ROOT_HALVES", (0, 2, 3, 4)),
