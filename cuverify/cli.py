@@ -20,6 +20,7 @@ import click
 
 import cuverify
 from cuverify.errors import CuverifyError
+from cuverify.evidence.parts import part_names
 
 if TYPE_CHECKING:
     from cuverify.report import Report
@@ -386,7 +387,7 @@ def picture_command(file: Path, gpu: str | None) -> int:
 
 
 @evidence.command()
-@click.option("--part", required=True, type=click.Choice(["tests", "bench", "attention"]))
+@click.option("--part", required=True, type=click.Choice(part_names()))
 @click.option("--shapes", metavar="SHAPES", help="Of attention, as for bench; all when absent.")
 @click.option("--seconds", type=click.FloatRange(min=1), help="Begin no shape later than this.")
 def record(part: str, shapes: str | None, seconds: float | None) -> int:

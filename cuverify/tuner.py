@@ -203,7 +203,7 @@ def tune(
     for variant in variants:
         if variant not in KNOBS:
             raise ArgumentError("variants", variant, f"known are {', '.join(KNOBS)}")
-    from cuverify.evidence import gpu_name, slug
+    from cuverify.evidence.gpu import gpu_name, slug
 
     gpu = gpu_name()
     import torch

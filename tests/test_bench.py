@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cuverify import bench, benches, evidence
+from cuverify import bench, benches
 from cuverify.bench import Record, Timing, gated, run_benches, run_benchmarks, time_calls
 from cuverify.errors import ArgumentError, CaseError, DeviceError, ToolchainError
+from cuverify.evidence.parts import find_part
 from cuverify.report import Report
 
 
@@ -196,7 +197,7 @@ def test_a_benchmark_that_raises_does_not_stop_the_others(one_bench: Any) -> Non
 def test_records_are_what_evidence_takes(one_bench: Any) -> None:
     one_bench(lambda device: [gated("made_up", {"rows": 8}, check=right, timing=twelve_us)])
     problems: list[str] = []
-    evidence._validate_bench(problems, "bench", bench.measure())
+    find_part("bench").validate(problems, "bench", bench.measure())
     assert problems == []
 
 
