@@ -3,7 +3,8 @@
 A benchmark module (see `cuverify.benches`) builds its records with `gated`, which times nothing
 before the result is known to be right. Times are medians with the interquartile range beside them.
 On a GPU a step is timed as it will be used: inside a replayed graph, with a cold L2 cache, against
-the copy bandwidth of the same run.
+the copy bandwidth of the same run. One step in a graph of its own also pays for the graph's start;
+several copies of it over data of their own, in one graph, say what it costs among others.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from cuverify.errors import ArgumentError, CaseError, DeviceError
@@ -27,15 +31,20 @@ Device = Literal["auto", "cpu", "cuda"]
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 
 REPEATS = 100
+_SWEEP_BYTES = 1 << 28
 _COPY_BYTES = 1 << 30
 _COPY_REPEATS = 20
+_NAMED = ("batch", "prefix rows", "tree", "heads")  # a shape's name says them
+_SHOWN = 300  # letters of an error's first line
 _COLUMNS = (
     "op",
     "shape",
     "peer",
     "us",
     "spread us",
+    "alone us",
     "floor us",
+    "read us",
     "floor %",
     "GB/s",
     "TFLOP/s",
@@ -95,6 +104,12 @@ class Record:
     error : str, float or None
         Text: what the gate found, and then there is no time. A number: how far the right result is
         from the reference.
+    alone_us, alone_spread : float or None
+        Where `us` is what one of several copies in a graph takes: the same of a graph that holds
+        nothing else, in which the graph's start counts.
+    read_us : float or None
+        Another floor: what it took, in the same run, to read the same data where it lies and do
+        nothing else.
     """
 
     op: str
@@ -106,6 +121,9 @@ class Record:
     flops: int | None = None
     peer: str | None = None
     error: str | float | None = None
+    alone_us: float | None = None
+    alone_spread: float | None = None
+    read_us: float | None = None
 
     def __post_init__(self) -> None:
         failed = isinstance(self.error, str)
@@ -151,19 +169,25 @@ def gated(
     bytes: int | None = None,
     flops: int | None = None,
     peer: str | None = None,
-    error: float | None = None,
+    error: float | Callable[[], float] | None = None,
+    alone: Callable[[], Timing] | None = None,
+    read_us: float | None = None,
 ) -> dict[str, Any]:
     """Check one result, and time it only when it is right.
 
     Parameters
     ----------
-    op, shape, floor_us, bytes, flops, peer, error
+    op, shape, floor_us, bytes, flops, peer, read_us
         As in `Record`.
     check : callable
         Runs the step and returns what is wrong with its result, None when it is right. What it
         raises is wrong too.
     timing : callable
         Measures the step.
+    error : float or callable, optional
+        As in `Record`; a callable is asked after the check.
+    alone : callable, optional
+        Measures the step in a graph of its own.
 
     Returns
     -------
@@ -171,13 +195,16 @@ def gated(
         The fields of a `Record`.
     """
     timed: Timing | None = None
+    lonely: Timing | None = None
     wrong: str | float | None
     try:
         wrong = check()
         if wrong is None:
-            timed, wrong = timing(), error
+            wrong = error() if callable(error) else error
+            timed = timing()
+            lonely = None if alone is None else alone()
     except Exception as raised:
-        timed, wrong = None, _one_line(raised)
+        timed, lonely, wrong = None, None, one_line(raised)
     return Record(
         op,
         dict(shape),
@@ -188,6 +215,9 @@ def gated(
         flops=flops,
         peer=peer,
         error=wrong,
+        alone_us=lonely.us if lonely else None,
+        alone_spread=lonely.spread_us if lonely else None,
+        read_us=read_us,
     ).to_json()
 
 
@@ -200,7 +230,11 @@ def names() -> list[str]:
 
 
 def run_benches(
-    wanted: Sequence[str] = (), device: Device = "auto", *, progress: Progress | None = None
+    wanted: Sequence[str] = (),
+    device: Device = "auto",
+    *,
+    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Record]:
     """Run benchmarks.
 
@@ -212,6 +246,8 @@ def run_benches(
         ``"auto"`` is the GPU where there is one.
     progress : callable, optional
         Told which one runs, how many are done, and of how many.
+    options : mapping, optional
+        Keywords for each benchmark's ``run``.
 
     Returns
     -------
@@ -221,7 +257,8 @@ def run_benches(
     Raises
     ------
     CaseError
-        A name is unknown, or a benchmark returned something else than records.
+        A name is unknown, a benchmark takes no such option, or returned something else than
+        records.
     DeviceError
         ``device="cuda"`` and there is none.
     """
@@ -232,44 +269,71 @@ def run_benches(
     chosen = list(wanted) or known
     target = _target(device)
     copy_bandwidth.cache_clear()  # a rate of an earlier run, at other clocks, is no ceiling
+    modules = {name: importlib.import_module(f"cuverify.benches.{name}") for name in chosen}
+    options = dict(options or {})
+    for name, module in modules.items():
+        for option in options.keys() - inspect.signature(module.run).parameters.keys():
+            raise CaseError(f"benchmark {name!r} takes no {option}")
     records: list[Record] = []
-    for number, name in enumerate(chosen):
+    for number, (name, module) in enumerate(modules.items()):
         if progress is not None:
             progress(f"{name} on {target}", number, len(chosen))
-        module = importlib.import_module(f"cuverify.benches.{name}")
         try:
-            rows = module.run(target)
+            rows = module.run(target, **options)
+        except CaseError:
+            raise  # what was asked for is not there
         except Exception as error:
-            records.append(Record(name, {}, error=_one_line(error)))
+            records.append(Record(name, {}, error=one_line(error)))
             continue
         records.extend(Record.from_mapping(name, row) for row in rows)
     return records
 
 
 def run_benchmarks(
-    wanted: Sequence[str] = (), device: Device = "auto", *, progress: Progress | None = None
+    wanted: Sequence[str] = (),
+    device: Device = "auto",
+    *,
+    progress: Progress | None = None,
+    options: Mapping[str, Any] | None = None,
+    picture: Path | None = None,
 ) -> Report:
-    """Run benchmarks and report them; parameters and errors as for `run_benches`.
+    """Run benchmarks and report them; other parameters and errors as for `run_benches`.
+
+    Parameters
+    ----------
+    picture : Path, optional
+        Where to draw times and rooflines, as `cuverify.figures.draw` does.
 
     Returns
     -------
     Report
-        A table of the records, a finding for each failed gate, and the machine: versions, clocks
-        right after the run, measured copy bandwidth.
+        A table of the records, one of ours beside the best peer where there are peers, a finding
+        for each failed gate, and the machine: versions, clocks right after the run, measured copy
+        bandwidth.
     """
-    from cuverify import env
+    from cuverify import env, figures
+    from cuverify.comparison import comparison_table
 
     target = _target(device)
-    records = run_benches(wanted, device, progress=progress)
+    if picture is not None:
+        figures.require()  # now, not after minutes of work
+    records = run_benches(wanted, device, progress=progress, options=options)
+    if picture is not None:
+        figures.draw([record.to_json() for record in records], picture)
     report = Report("bench")
     report.tables.append(Table("times", _COLUMNS, [_row(record) for record in records]))
+    compared = comparison_table([record.to_json() for record in records])
+    if compared.rows:
+        report.tables.append(compared)
     report.findings.extend(
         Finding(
             "bench-gate",
             "error" if record.peer is None else "warning",  # a peer's fault is no fault of ours
             f"{record.op}: {record.error}",
             evidence={"shape": dict(record.shape), "peer": record.peer},
-            fix="Nothing was timed. `cuverify check` shows where the result is wrong.",
+            fix="Nothing was timed. `cuverify check` shows where the result is wrong."
+            if record.peer is None
+            else "It was not timed here.",
         )
         for record in records
         if isinstance(record.error, str)
@@ -286,39 +350,56 @@ def run_benchmarks(
     return report
 
 
-def measure() -> list[dict[str, Any]]:
-    """Run all benchmarks on this machine and return their records as JSON values."""
-    return [record.to_json() for record in run_benches()]
+def measure(
+    wanted: Sequence[str] = (), options: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Run benchmarks on this machine, all if none is named; return records as JSON values."""
+    return [record.to_json() for record in run_benches(wanted, options=options)]
 
 
 def time_graph(
     step: Callable[[], None], repeats: int = REPEATS, *, cold: bool = True, warmups: int = 3
 ) -> Timing:
-    """Time a step as a replayed CUDA graph.
+    """Time a step as a replayed CUDA graph; parameters and errors as for `time_copies`."""
+    return time_copies([step], repeats, cold=cold, warmups=warmups)
+
+
+def time_copies(
+    steps: Sequence[Callable[[], None]],
+    repeats: int = REPEATS,
+    *,
+    cold: bool = True,
+    warmups: int = 3,
+) -> Timing:
+    """Time some steps that follow each other in one replayed CUDA graph, as the time of one.
 
     Parameters
     ----------
-    step : callable
-        Launches on torch's current stream, and is capturable.
+    steps : sequence of callable
+        Each launches on torch's current stream, or on streams that it forks from it and joins, and
+        is capturable. Several steps are copies that work on data of their own, so that each finds
+        its data in no cache.
     repeats : int
         Replays to measure, each between two events.
     cold : bool
         Sweep the L2 cache before each replay, as the rest of a decode step would.
     warmups : int
-        Runs before the capture, at least 1, and replays before the measurement.
+        Runs of the first step before the capture, at least 1, and replays before the measurement.
 
     Returns
     -------
     Timing
-        On the device, without the host's part of a launch.
+        On the device, without the host's part of a launch, divided by the number of steps.
 
     Raises
     ------
     ArgumentError
-        No repeat or no warm-up.
+        No step, no repeat or no warm-up.
     DeviceError
         There is no CUDA device.
     """
+    if not steps:
+        raise ArgumentError("steps", list(steps), "needs at least 1")
     if repeats < 1:
         raise ArgumentError("repeats", repeats, "needs at least 1")
     if warmups < 1:
@@ -326,22 +407,21 @@ def time_graph(
     torch = _torch_with_cuda()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     with torch.cuda.stream(stream):
         for _ in range(warmups):
+            steps[0]()
+        for step in steps[1:]:
             step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        # Twice the cache: one sweep leaves nothing of the step's, and keeps the device busy while
-        # the host enqueues the replay, so that the events do not time the host. It only reads:
-        # lines that it had written would be written back at the step's expense.
-        sweep = torch.zeros(
-            max(2 * properties.L2_cache_size, 1 << 26) // 4, dtype=torch.float32, device="cuda"
-        )
-        swept = torch.empty((), device="cuda")
+        with _no_garbage_collection(), torch.cuda.graph(graph, stream=stream):
+            for step in steps:
+                step()
+        # Far more than the cache: the sweep leaves nothing of the steps', and keeps the device
+        # busy while the host enqueues the replay, so that the events do not time the host. It only
+        # reads: lines that it had written would be written back at the steps' expense.
+        sweep = _sweep_buffer(torch.cuda.current_device())
+        swept = torch.empty((), device="cuda", dtype=sweep.dtype)
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(warmups + repeats)
@@ -353,9 +433,28 @@ def time_graph(
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-    times = [1e3 * begin.elapsed_time(end) for begin, end in events[warmups:]]
+    times = [1e3 * begin.elapsed_time(end) / len(steps) for begin, end in events[warmups:]]
     graph.reset()
     return Timing.of(times)
+
+
+@functools.cache
+def _sweep_buffer(device: int) -> Any:
+    torch = _torch_with_cuda()
+    size = max(2 * torch.cuda.get_device_properties(device).L2_cache_size, _SWEEP_BYTES)
+    return torch.zeros(size // 4, dtype=torch.float32, device=f"cuda:{device}")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python from freeing what was left lying about in the middle of a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def time_calls(
@@ -484,13 +583,16 @@ def _row(record: Record) -> tuple[Any, ...]:
     rate = record.bytes / record.us / 1e3 if record.bytes and record.us else None
     flops = record.flops / record.us / 1e6 if record.flops and record.us else None
     share = None if record.share is None else round(100 * record.share, 1)
+    told = {name: value for name, value in record.shape.items() if name not in _NAMED}
     return (
         record.op,
-        dict(record.shape),
+        told if "name" in record.shape else dict(record.shape),
         record.peer,
         record.us,
         record.us_spread,
+        record.alone_us,
         record.floor_us,
+        record.read_us,
         share,
         rate,
         flops,
@@ -529,6 +631,7 @@ def _gpu_line() -> str:
     return ", ".join(filter(None, (str(torch.cuda.get_device_name()), rate, told)))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return an exception's type and the beginning of its message."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_SHOWN]}" if lines else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cuverify
@@ -86,8 +87,7 @@ def read_step(pool: Any, rows: Any, *, blocks: int | None = None) -> tuple[Calla
     else:
         import torch
 
-        properties = torch.cuda.get_device_properties(pool.device)
-        blocks = blocks or _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+        blocks = blocks or _blocks(pool.device)
         stride = pool.stride(0)
         found = torch.zeros(blocks * _THREADS // 32, dtype=torch.int32, device=pool.device)
     kernel = cuverify.load_kernel(READ_ROWS, name="read_rows.cu")
@@ -97,8 +97,50 @@ def read_step(pool: Any, rows: Any, *, blocks: int | None = None) -> tuple[Calla
     return bound, found
 
 
-def read_bandwidth() -> float:
-    """Return the bytes a second that a GPU reads from rows in their order, 1.2 GB of them.
+def _blocks(device: Any) -> int:
+    import torch
+
+    if device.type != "cuda":
+        return 2
+    count = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return _BLOCKS_PER_MULTIPROCESSOR * count
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one GPU was seen to give.
+
+    Attributes
+    ----------
+    read, scattered : float
+        Bytes a second of reading rows of 1,152 bytes in their order, and in random order.
+    tensor : float
+        bf16 operations a second.
+    """
+
+    read: float
+    scattered: float
+    tensor: float
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure all of them.
+
+    Raises
+    ------
+    DeviceError
+        There is no CUDA device.
+    """
+    return Ceilings(read_bandwidth(), read_bandwidth(scattered=True), tensor_rate())
+
+
+def read_bandwidth(*, scattered: bool = False) -> float:
+    """Return the bytes a second that a GPU reads from rows, 1.2 GB of them.
+
+    Parameters
+    ----------
+    scattered : bool
+        Read the rows in random order, not in theirs.
 
     Raises
     ------
@@ -109,7 +151,8 @@ def read_bandwidth() -> float:
 
     pool = torch.empty((_ROWS, _ROW_BYTES // 2), dtype=torch.int16, device="cuda")
     pool.random_()
-    rows = torch.arange(_ROWS, dtype=torch.int32, device="cuda")
+    order = torch.randperm if scattered else torch.arange
+    rows = order(_ROWS, dtype=torch.int32, device="cuda")
     step, _ = read_step(pool.view(torch.bfloat16), rows)
     return _ROWS * _ROW_BYTES / (1e-6 * time_graph(step, _REPEATS, cold=False).us)
 

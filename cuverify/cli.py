@@ -316,15 +316,74 @@ def compile_command(
 @cli.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @_device_option
+@click.option(
+    "--shapes",
+    metavar="SHAPES",
+    help="Of verify_attention: sets, patterns and names by commas, such as grid,16x1k:33.",
+)
+@click.option("--peers", metavar="NAMES", help="Patterns by commas, or 'none'; all when absent.")
+@click.option(
+    "--peers-dir",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="Folder with peers that are not installed; CUVERIFY_PEERS when absent.",
+)
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no shape later than this.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    callback=_json_target,
+    help="Draw times and the roofline into FILE, .svg or .png; needs matplotlib.",
+)
 @_json_option
 def bench(
-    ops: tuple[str, ...], device: Literal["auto", "cpu", "cuda"], json_file: Path | None
+    ops: tuple[str, ...],
+    device: Literal["auto", "cpu", "cuda"],
+    shapes: str | None,
+    peers: str | None,
+    peers_dir: str | None,
+    seconds: float | None,
+    picture: Path | None,
+    json_file: Path | None,
 ) -> int:
-    """Time kernels whose result was checked first."""
+    """Time kernels whose result was checked first.
+
+    Options beyond the device are for those OPs that take them, verify_attention above all. Sets of
+    its shapes are all, grid, wide, ragged and block.
+    """
     from cuverify.bench import run_benchmarks
 
+    options = {
+        "shapes": _words(shapes),
+        "peers": _words(peers),
+        "peers_dir": peers_dir,
+        "seconds": seconds,
+    }
+    given = {name: value for name, value in options.items() if value}
     with _progress() as progress:
-        report = run_benchmarks(ops, device, progress=progress)
+        report = run_benchmarks(ops, device, progress=progress, options=given, picture=picture)
+    return _finish(report, json_file)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+@cli.command()
+@click.argument("variants", nargs=-1, metavar="[VARIANT]...")
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no candidate later than this.")
+@_json_option
+def tune(variants: tuple[str, ...], seconds: float | None, json_file: Path | None) -> int:
+    """Search the attention kernels' values that are best on this GPU, and keep them.
+
+    The table of this GPU, cuverify/tuned/<gpu>.json, is what later steps look their values up in.
+    """
+    from cuverify import tuner
+
+    with _progress() as progress:
+        report, path = tuner.tune(variants, seconds=seconds, progress=progress)
+    click.echo(f"kept in {path}", err=True)
     return _finish(report, json_file)
 
 
@@ -469,13 +528,33 @@ def verify(json_file: Path | None) -> int:
     return _show(json_file, measurements=False)
 
 
+@evidence.command("picture")
+@click.argument(
+    "file", type=click.Path(dir_okay=False, path_type=Path), callback=_json_target, metavar="FILE"
+)
+@click.option("--gpu", help="Part of the GPU's name; the first that was recorded when absent.")
+def picture_command(file: Path, gpu: str | None) -> int:
+    """Draw the recorded times of attention into FILE, .svg or .png; needs matplotlib."""
+    from cuverify import evidence, performance
+
+    performance.picture(evidence.source_root(), file, gpu)
+    return OK
+
+
 @evidence.command()
 @click.option("--part", required=True, type=click.Choice(part_names()))
-def record(part: str) -> int:
-    """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json."""
+@click.option("--shapes", metavar="SHAPES", help="Of attention, as for bench; all when absent.")
+@click.option("--seconds", type=click.FloatRange(min=1), help="Begin no shape later than this.")
+def record(part: str, shapes: str | None, seconds: float | None) -> int:
+    """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json.
+
+    The part 'attention' takes about five minutes; it also writes docs/performance.md.
+    """
     from cuverify import evidence
 
-    path = evidence.record(part)
+    options = {"shapes": _words(shapes), "seconds": seconds}
+    given = {name: value for name, value in options.items() if value}
+    path = evidence.record(part, options=given)
     click.echo(f"recorded {part} in {path}")
     return _finish(evidence.report(evidence.source_root()))
 

@@ -11,12 +11,16 @@ A comment above the kernel lists its parameters in the order of the signature::
     // @reach table  update                                  memory that a pointer table leads to
     // @block 256
     // @shared 4 * WIDTH
+    // @arch sm_90a                                         only those; no host lane
+    // @early                                               starts before the kernel in front ends
 
 The access is one of `read`, `write` (complete, uninitialised before), `update` (read and written),
 `scratch` (contents mean nothing before or after) and `value` (a scalar by value). Extents are
 expressions over value parameters and `-D` values; a bare name that is neither is bound by the first
 tensor that has it; `*` is any extent and `[...]` any shape. Without `stride=` a tensor must be
-contiguous.
+contiguous. A text with an `@arch` line is compiled for the architectures named in it alone. A
+kernel with `@early` may be launched while the kernel in front of it on the stream still runs; it
+waits by itself (griddepcontrol.wait) before it reads what that one writes.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from dataclasses import dataclass, field
 from cuverify import dtypes
 from cuverify.errors import ContractError
 from cuverify.expressions import Expression
+
+_TAGS = ("param", "reach", "block", "shared", "arch", "early")
+_ARCH = re.compile(r"sm_\d+[a-z]?")
 
 ACCESSES = ("read", "write", "update", "scratch", "value")
 
@@ -111,6 +118,10 @@ class Contract:
         Threads of a block.
     shared : Expression or None
         Dynamic shared memory in bytes; the default of a launch.
+    architectures : tuple of str
+        The only ones that the kernel can run on; empty where there is no such limit.
+    early : bool
+        Whether the kernel may start before the kernel in front of it on the stream has ended.
     """
 
     kernel: str
@@ -118,6 +129,8 @@ class Contract:
     reach: Mapping[str, str] = field(default_factory=dict)
     block: Expression | None = None
     shared: Expression | None = None
+    architectures: tuple[str, ...] = ()
+    early: bool = False
 
     @functools.cached_property
     def wording(self) -> str:
@@ -150,6 +163,21 @@ def kernels_in(text: str) -> tuple[str, ...]:
             )
         names.append(found["name"])
     return tuple(names)
+
+
+def limited_to(text: str) -> tuple[str, ...]:
+    """Return the only architectures that a text can be compiled for; empty where it is not limited.
+
+    Of several kernels with `@arch` lines all have to agree: they are one text.
+    """
+    lines = [
+        tag["rest"]
+        for line in text.splitlines()
+        if (tag := _TAG.match(line))
+        if tag["tag"] == "arch"
+    ]
+    named = [set(line.split()) for line in lines]
+    return tuple(sorted(set.intersection(*named))) if named else ()
 
 
 def _closing(text: str, begin: int) -> int:
@@ -189,11 +217,19 @@ def parse_contracts(
     parameters: list[Parameter] = []
     reach: dict[str, str] = {}
     sizes: dict[str, Expression] = {}
+    architectures: tuple[str, ...] = ()
+    early = False
 
     def close() -> None:
         if open_kernel is not None:
             contracts[open_kernel] = Contract(
-                open_kernel, tuple(parameters), dict(reach), sizes.get("block"), sizes.get("shared")
+                open_kernel,
+                tuple(parameters),
+                dict(reach),
+                sizes.get("block"),
+                sizes.get("shared"),
+                architectures,
+                early,
             )
 
     for number, line in enumerate(text.splitlines(), first_line):
@@ -205,11 +241,12 @@ def parse_contracts(
             if kind == "kernel":
                 close()
                 open_kernel, parameters, reach, sizes = _word(rest), [], {}, {}
+                architectures, early = (), False
                 if open_kernel in contracts:
                     raise ContractError(f"kernel `{open_kernel}` has two contracts")
-            elif kind not in ("param", "reach", "block", "shared"):
+            elif kind not in _TAGS:
                 raise ContractError(
-                    f"unknown tag @{kind}; known: @kernel @param @reach @block @shared"
+                    f"unknown tag @{kind}; known: {' '.join(map('@{}'.format, ('kernel', *_TAGS)))}"
                 )
             elif open_kernel is None:
                 raise ContractError(f"@{kind} before any @kernel")
@@ -224,6 +261,14 @@ def parse_contracts(
                         f"@reach {rest}: wants a parameter declared above and one of {ACCESSES[:4]}"
                     )
                 reach[table] = access
+            elif kind == "arch":
+                architectures = tuple(rest.split())
+                if not architectures or not all(map(_ARCH.fullmatch, architectures)):
+                    raise ContractError(f"@arch {rest}: wants names such as sm_90a")
+            elif kind == "early":
+                if rest:
+                    raise ContractError(f"@early {rest}: takes nothing behind it")
+                early = True
             else:
                 sizes[kind] = Expression(rest.split("  ")[0])
         except ContractError as error:

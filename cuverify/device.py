@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import functools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,29 +113,39 @@ class DeviceLane:
         major, minor = torch.cuda.get_device_capability(index)
         # A variant for one architecture only (90a) comes before the general one.
         self.architectures = (f"sm_{major}{minor}a", f"sm_{major}{minor}")
+        self._starts_early = major >= 9 and hasattr(_driver(), "cuLaunchKernelEx")
 
     def prepare(self, launch: Launch) -> Prepared:
         """Load the kernel, check it against the contract and this device, and fix its arguments."""
         import torch
 
+        only = launch.contract.architectures
+        if only and not set(only) & set(self.architectures):
+            raise LaunchError(
+                f"{launch.contract.kernel} of {launch.source.name} is for {', '.join(only)} only; "
+                f"{self.name} is {self.architectures[-1]}"
+            )
         with torch.cuda.device(self.index):
             function = self._function(launch.source, launch.contract)
             self._check_limits(launch, function)
+        if launch.contract.early and self._starts_early:
+            return _EarlyLaunch(self, launch, function)
         return _DeviceLaunch(self, launch, function)
 
     def _function(self, source: KernelSource, contract: Contract) -> Any:
         # The digest covers the headers as they are now: an edited one is a new kernel.
         key = (source.digest(), contract.kernel, _cubin_directory())
         if key not in self._functions:
-            function = self._load(source, key[0], contract.kernel)
+            function = self._load(source, key[0], contract)
             _check_signature(contract, function.kernel.ptr)
             self._functions[key] = function
         return self._functions[key]
 
-    def _load(self, source: KernelSource, digest: str, name: str) -> Any:
-        from cuverify.compile import nvrtc_options
+    def _load(self, source: KernelSource, digest: str, contract: Contract) -> Any:
+        from cuverify.compile import compile_cubin, nvrtc_options
         from cuverify.diagnostics import parse_nvrtc, with_excerpts
 
+        name = contract.kernel
         directory = _cubin_directory()
         if directory is not None:
             files = [directory / f"{digest}.{arch}.cubin" for arch in self.architectures]
@@ -144,6 +156,15 @@ class DeviceLane:
                 f"{source.name}: {directory} holds no cubin of this text for "
                 f"{' or '.join(self.architectures)}"
             )
+        if contract.architectures:
+            # CuPy compiles for the general architecture of a device only.
+            arch = next(arch for arch in self.architectures if arch in contract.architectures)
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / f"{digest}.cubin"
+                file.write_bytes(compile_cubin(source, arch).image)
+                function = self._cupy.RawModule(path=str(file)).get_function(name)
+                _ = function.kernel  # loads it, while the file is there
+            return function
         # CuPy's cache does not look into headers; the text that it sees begins with their digest.
         text = source.translation_unit()
         module = self._cupy.RawModule(code=text, options=nvrtc_options(source), backend="nvrtc")
@@ -215,6 +236,70 @@ class _DeviceLaunch:
         self._launch_kernel(*self._fixed, stream, self._parameters, 0)
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver: 4 bytes of kind, a gap, a value of 64 bytes."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        ("_gap", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 16),
+    ]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _EarlyLaunch(_DeviceLaunch):
+    """A launch that may start before the kernel in front of it has ended."""
+
+    __slots__ = ("_attribute", "_config", "_launch_ex")
+
+    def __init__(self, lane: DeviceLane, launch: Launch, function: Any) -> None:
+        super().__init__(lane, launch, function)
+        self._attribute = _LaunchAttribute(kind=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self._config = _LaunchConfig(
+            grid=launch.grid,
+            block=launch.block,
+            shared=launch.shared,
+            attributes=ctypes.pointer(self._attribute),
+            count=1,
+        )
+        self._launch_ex = _driver().cuLaunchKernelEx
+        self._launch_kernel = self._start
+
+    def _start(self, *fixed_and_stream: int) -> None:
+        self._config.stream = fixed_and_stream[-3]
+        status = self._launch_ex(
+            ctypes.byref(self._config),
+            ctypes.c_void_p(self._fixed[0]),
+            ctypes.c_void_p(self._parameters),
+            None,
+        )
+        if status != 0:
+            raise LaunchError(
+                f"{self._launch.contract.kernel}: cuLaunchKernelEx failed with CUresult {status}"
+            )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _check_signature(contract: Contract, function: int) -> None:
     """Compare the contract with what the driver says of the compiled kernel's parameters.
 
@@ -223,7 +308,7 @@ def _check_signature(contract: Contract, function: int) -> None:
     ContractError
         If their number or a width differs.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = _driver()
     if not hasattr(driver, "cuFuncGetParamInfo"):
         return  # drivers before 12.4; the host lane checks the same against the C++ signature
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()

@@ -57,6 +57,14 @@ class RelocationRefused(CuverifyError):  # noqa: N818
     """Live KV rows cannot move now: somebody holds on to a slot, reads it, or has changed it."""
 
 
+class PeerError(CuverifyError):
+    """Somebody else's kernel is neither installed nor laid out, or does not load."""
+
+
+class TuningError(CuverifyError):
+    """A table of tuned values is malformed."""
+
+
 class ArgumentError(CuverifyError):
     """One argument is wrong.
 

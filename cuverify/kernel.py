@@ -129,11 +129,16 @@ class Kernel:
         ------
         CompileError
             With all diagnostics.
+        ArgumentError
+            If the kernel is for other architectures.
         ToolchainError
             If NVRTC or the CUDA headers are missing.
         """
         from cuverify.compile import compile_cubin
 
+        if self.contract.architectures and arch not in self.contract.architectures:
+            only = ", ".join(self.contract.architectures)
+            raise ArgumentError("arch", arch, f"{self.name} of {self.source.name} is for {only}")
         return compile_cubin(self.source, arch)
 
     def __call__(
@@ -185,6 +190,12 @@ class Kernel:
         tensors = [a for a in checked.values() if isinstance(a, args_.Tensor)]
         device = args_.device_of([*tensors, *reached.values()])
         device = self._device(device, lane)
+        if device == "cpu" and self.contract.architectures:
+            only = ", ".join(self.contract.architectures)
+            raise LaunchError(
+                f"{self.name} of {self.source.name} is for {only} only: its instructions have no "
+                "twins on the host lane"
+            )
         grid3, block3 = dim3("grid", grid), dim3("block", block)
         self._check_block(block3, names)
         launch = Launch(

@@ -87,7 +87,8 @@ def survey(
     ----------
     sources : iterable of KernelSource
     architectures : sequence of str
-        Names such as ``"sm_90a"``; all supported ones when empty.
+        Names such as ``"sm_90a"``; all supported ones when empty. A text that is limited to some
+        is compiled for those among them.
     save : Path, optional
         Folder for the cubins, under the names by which `cuverify.prebuilt` finds them.
     progress : callable, optional
@@ -109,6 +110,7 @@ def survey(
         A header is missing.
     """
     from cuverify.compile import ARCHITECTURES, compile_cubin
+    from cuverify.contract import limited_to
     from cuverify.device import write_cubin
 
     architectures = tuple(architectures) or ARCHITECTURES
@@ -117,13 +119,15 @@ def survey(
     said: dict[Diagnostic, list[str]] = {}
     logs: list[Finding] = []
     compiled = 0
-    total = len(sources) * len(architectures)
+    todo = [
+        (source, arch)
+        for source in sources
+        for arch in architectures
+        if arch in (limited_to(source.text) or [arch])
+    ]
+    total = len(todo)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC lets go of Python's lock
-        jobs = {
-            (source, arch): pool.submit(compile_cubin, source, arch)
-            for source in sources
-            for arch in architectures
-        }
+        jobs = {(source, arch): pool.submit(compile_cubin, source, arch) for source, arch in todo}
         for number, ((source, arch), job) in enumerate(jobs.items()):
             if progress is not None:
                 progress(f"{source.name} for {arch}", number, total)

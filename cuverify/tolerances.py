@@ -31,6 +31,15 @@ LARGEST_ROUNDINGS = 3.0
 LSE_UNIT = 2.0**-17
 """Likewise of a log-sum-exp, relative to its magnitude and at least 1: 128 roundings to float32."""
 
+PEER_ROW_ERROR = 0.05
+"""Length of the error of a row over the row's, up to which another's kernel is timed beside ours.
+
+One wrong bit of a tree's mask moves a row of the measured inputs by more.
+"""
+
+TOKEN_SIGMAS = 6.0
+"""Standard deviations of a difference of two logits that a right attention may be off by."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -85,6 +94,17 @@ TABLE = (
         "attention rows that see nothing",
         "`out` is 0 and `lse` is -inf",
         "there is nothing to round",
+    ),
+    Entry(
+        "greedy tokens through a random output head",
+        "equal to those of float64 where the two best logits are further apart than "
+        f"{TOKEN_SIGMAS:g} standard deviations of what an allowed error of `out` moves them by",
+        "below that gap rounding decides; above it nothing but a fault does",
+    ),
+    Entry(
+        "other people's kernels that are timed beside ours",
+        f"in each row the length of the error <= {PEER_ROW_ERROR:g} x that of the row",
+        "their roundings, bf16 scores among them, are theirs; one wrong bit of a mask is more",
     ),
 )
 

@@ -30,6 +30,7 @@
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
 #include "bf16.cuh"
+#include "merge.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
@@ -62,11 +63,11 @@
 #define RESCALE_ABOVE 8
 #endif
 #ifndef COMBINE_THREADS
-#define COMBINE_THREADS 256
+#define COMBINE_THREADS 512
 #endif
 // splits that a warp of verify_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 4
+#define COMBINE_UNROLL 6
 #endif
 
 namespace {
@@ -98,7 +99,9 @@ static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "a group of columns is of on
 static_assert(GROUPS == BAND_WARPS, "each warp does the softmax of one group");
 static_assert(BANDS * GROUPS * GROUP == ROW_TILE, "a block holds one row tile");
 static_assert(STAGES >= 4, "the ring also holds a row tile of outputs");
-static_assert(COMBINE_THREADS % 32 == 0 && COMBINE_THREADS <= 1024, "whole warps");
+static_assert((COMBINE_THREADS & (COMBINE_THREADS - 1)) == 0 && COMBINE_THREADS >= 32 &&
+                  COMBINE_THREADS <= 1024,
+              "warps can share units evenly");
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
@@ -151,29 +154,28 @@ struct KvRows {
     long long draft_stride;
     const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
 
-    // Looked up a tile ahead of the row itself. For a row of `draft_kv` it is the row's number.
-    __device__ __forceinline__ long long slot(const Item& item, int position) const {
-        const int node = position - item.prefix;
-        if (position >= item.end) {
-            return 0;
-        }
-        if (node < 0) {
-            return static_cast<long long>(kv_indices[item.first_index + position]);
-        }
-        const long long token = item.first_token + node;
-        return out_cache_loc == nullptr ? token : out_cache_loc[token];
+    // The entry of the list at a position of the prefix. Looked up a tile ahead of the row itself and
+    // not touched before, not even to be widened: a warp would wait for it.
+    __device__ __forceinline__ KV_INDEX listed(const Item& item, int position) const {
+        return position < min(item.prefix, item.end) ? kv_indices[item.first_index + position] : 0;
     }
 
     // Starts the copy of row `place.copy_row` of the tile at position `start` into `tile`: this
     // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone.
-    __device__ __forceinline__ void fetch(const Item& item, int start, long long slot, bits16* tile,
-                                          Place place) const {
+    __device__ __forceinline__ void fetch(const Item& item, int start, KV_INDEX listed,
+                                          bits16* tile, Place place) const {
         if (start >= item.end) {
             return;
         }
         const int position = start + place.copy_row;
-        const bool separate = position >= item.prefix && out_cache_loc == nullptr;
         const bool present = position < item.end;
+        const bool in_tree = present && position >= item.prefix;
+        const bool separate = in_tree && out_cache_loc == nullptr;
+        long long slot = static_cast<long long>(listed);
+        if (in_tree) {
+            const long long token = item.first_token + (position - item.prefix);
+            slot = separate ? token : out_cache_loc[token];
+        }
         const bits16* from = separate ? draft_kv + slot * draft_stride : kv + slot * kv_stride;
         from = (present ? from : kv) + place.copy_lane * PIECE;
         bits16* to = tile + place.copy_row * PITCH + place.copy_lane * PIECE;
@@ -373,13 +375,14 @@ __device__ __forceinline__ void gather_scores(float (&x)[4], const float* all_sc
     }
 }
 
-// Reads the block's next item; one without query rows when there is none.
+// Reads the block's next item; one without query rows when there is none. Where two blocks are to
+// divide the columns of V, the first one takes them all.
 __device__ __forceinline__ void advance(Item& item, const int* work, const int* cta_work,
                                         const int* kv_indptr, const QO_INDEX* qo_indptr) {
     const int number = item.next;
     item.next = number + cta_work[2];
     item.rows = -1;
-    if (number < cta_work[1]) {
+    if (number < cta_work[1] && cta_work[3] != 2) {
         const int* given = work + number * 6ll;
         const int request = given[0];
         const int end = given[3];
@@ -428,20 +431,20 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 
 // Starts the copies of the item's first tiles, one commit group each; looks up the slot of the
 // next.
-__device__ __forceinline__ long long fetch_first(const KvRows& source, const Item& item,
-                                                 bits16* ring, Place place) {
-    long long slots[STAGES];
+__device__ __forceinline__ KV_INDEX fetch_first(const KvRows& source, const Item& item,
+                                                bits16* ring, Place place) {
+    KV_INDEX listed[STAGES];
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-        slots[stage] = source.slot(item, item.begin + stage * TILE + place.copy_row);
+        listed[stage] = source.listed(item, item.begin + stage * TILE + place.copy_row);
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
-        source.fetch(item, item.begin + stage * TILE, slots[stage], ring + stage * TILE * PITCH,
+        source.fetch(item, item.begin + stage * TILE, listed[stage], ring + stage * TILE * PITCH,
                      place);
         ptx::cp_async_commit();
     }
-    return slots[STAGES - 1];
+    return listed[STAGES - 1];
 }
 
 // Puts a warp's normalised outputs into shared memory as rows of the row tile.
@@ -498,7 +501,7 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
-// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, 0
+// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
 // @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
 // @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
@@ -550,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
         int start = item.begin;  // of the present tile
 
-        long long next = fetch_first(source, item, ring, Place(thread_anew()));
+        KV_INDEX next = fetch_first(source, item, ring, Place(thread_anew()));
         load_masks(item, visible, words, masks, thread_anew());
         Queries q;
         if (active) {
@@ -581,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int coming = start + (STAGES - 1) * TILE;
             source.fetch(item, coming, next, ring + before * TILE * PITCH, own);
             ptx::cp_async_commit();
-            next = source.slot(item, coming + TILE + own.copy_row);
+            next = source.listed(item, coming + TILE + own.copy_row);
             if (active) {
                 float x[4];
                 gather_scores(x, all_scores, own, sm_scale * LOG2_E);
@@ -692,8 +695,8 @@ struct Mean {
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
-// Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. A block
-// takes 32 pieces of 8 columns at a time; its warps share the splits.
+// Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
+// of 8 columns are a unit; see merge.cuh.
 //
 // @kernel verify_combine
 // @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised
@@ -706,6 +709,7 @@ struct Mean {
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
+// @shared 4 * (tiles + 1)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
@@ -713,51 +717,58 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
                    long long out_stride, float* __restrict__ lse) {
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int UNITS = ROW_TILE * OUT_PIECES / 32;
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, int, starts, tiles + 1);
     SHARED_ARRAY(float, means, [WARPS][PIECE + 2][32]);
+    SHARED_ARRAY(int, scratch, [block::MAX_WARPS]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int total =
+        merge::lay_out(starts, combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL, scratch);
 
-    for (long long unit = blockIdx.x; unit < static_cast<long long>(tiles) * UNITS;
-         unit += gridDim.x) {
-        const int tile = static_cast<int>(unit / UNITS);
+    for (int turn = static_cast<int>(blockIdx.x); turn < total; turn += gridDim.x) {
+        const int tile = merge::tile_of(starts, tiles, turn);
         const int request = combine_tiles[2 * tile];
-        if (request < 0) {
-            break;
-        }
-        const int piece = static_cast<int>(unit % UNITS) * 32 + lane;
-        const int row = piece / OUT_PIECES;
-        const int column = piece % OUT_PIECES * PIECE;
-        const long long first_token = static_cast<long long>(qo_indptr[request]);
-        const int tokens = static_cast<int>(qo_indptr[request + 1] - first_token);
-        const int flat = combine_tiles[2 * tile + 1] * ROW_TILE + row;
-        const bool wanted = flat < tokens * HEADS;
+        const int first_row = combine_tiles[2 * tile + 1] * ROW_TILE;
+        const int begin = combine_indptr[tile];
         const int end = combine_indptr[tile + 1];
+        const int sharing = merge::sharers(end - begin, WARPS, COMBINE_UNROLL);
+        const int first_unit = (turn - starts[tile]) * (WARPS / sharing);
+        const long long first_token = static_cast<long long>(qo_indptr[request]);
+        const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * HEADS;
 
         Mean mean;
         mean.clear();
-        for (int slot = combine_indptr[tile] + warp; slot < end; slot += WARPS * COMBINE_UNROLL) {
-            float weights[COMBINE_UNROLL];
-            uint4 values[COMBINE_UNROLL];
+        {
+            const int unit = first_unit + warp / sharing;
+            const int piece = unit * 32 + lane;
+            const int row = piece / OUT_PIECES;
+            const int column = piece % OUT_PIECES * PIECE;
+            const bool wanted = unit < UNITS && first_row + row < rows;
+            for (int slot = begin + warp % sharing; slot < end; slot += sharing * COMBINE_UNROLL) {
+                float weights[COMBINE_UNROLL];
+                uint4 values[COMBINE_UNROLL];
 #pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                weights[k] = minus_infinity();
-                values[k] = make_uint4(0, 0, 0, 0);
-                if (wanted && slot + k * WARPS < end) {
-                    const long long at =
-                        (slot + k * WARPS) * static_cast<long long>(ROW_TILE) + row;
-                    weights[k] = partial_lse[at];
-                    values[k] = load128(partial_out + at * LATENT + column);
+                for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                    weights[k] = minus_infinity();
+                    values[k] = make_uint4(0, 0, 0, 0);
+                    if (wanted && slot + k * sharing < end) {
+                        const long long at =
+                            (slot + k * sharing) * static_cast<long long>(ROW_TILE) + row;
+                        weights[k] = partial_lse[at];
+                        values[k] = load128(partial_out + at * LATENT + column);
+                    }
                 }
-            }
-            float largest = weights[0];
+                float largest = weights[0];
 #pragma unroll
-            for (int k = 1; k < COMBINE_UNROLL; ++k) {
-                largest = fmaxf(largest, weights[k]);
-            }
-            mean.raise(largest);
+                for (int k = 1; k < COMBINE_UNROLL; ++k) {
+                    largest = fmaxf(largest, weights[k]);
+                }
+                mean.raise(largest);
 #pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                mean.add(weights[k], values[k]);
+                for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                    mean.add(weights[k], values[k]);
+                }
             }
         }
         means[warp][PIECE][lane] = mean.max;
@@ -767,28 +778,29 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             means[warp][i][lane] = mean.value[i];
         }
         __syncthreads();
-        if (warp == 0 && wanted) {
+        const int piece = (first_unit + warp) * 32 + lane;  // a warp a unit
+        const int flat = first_row + piece / OUT_PIECES;
+        if (warp < WARPS / sharing && first_unit + warp < UNITS && flat < rows) {
+            const float (*shares)[PIECE + 2][32] = means + warp * sharing;
             float largest = minus_infinity();
-#pragma unroll
-            for (int other = 0; other < WARPS; ++other) {
-                largest = fmaxf(largest, means[other][PIECE][lane]);
+            for (int other = 0; other < sharing; ++other) {
+                largest = fmaxf(largest, shares[other][PIECE][lane]);
             }
             float weight = 0.0f;
             float value[PIECE] = {};
-#pragma unroll
-            for (int other = 0; other < WARPS; ++other) {
-                const float max = means[other][PIECE][lane];
+            for (int other = 0; other < sharing; ++other) {
+                const float max = shares[other][PIECE][lane];
                 const float factor =
                     max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
-                weight = fmaf(factor, means[other][PIECE + 1][lane], weight);
+                weight = fmaf(factor, shares[other][PIECE + 1][lane], weight);
 #pragma unroll
                 for (int i = 0; i < PIECE; ++i) {
-                    value[i] = fmaf(factor, means[other][i][lane], value[i]);
+                    value[i] = fmaf(factor, shares[other][i][lane], value[i]);
                 }
             }
             const bool sees = weight != 0.0f;
             const float inverse = sees ? 1.0f / weight : 0.0f;
-            const long long head = first_token * HEADS + flat;
+            const int column = piece % OUT_PIECES * PIECE;
             store128(
                 out + (first_token + flat / HEADS) * out_stride + flat % HEADS * LATENT + column,
                 make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
@@ -796,7 +808,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
                            bf16::pack(value[4] * inverse, value[5] * inverse),
                            bf16::pack(value[6] * inverse, value[7] * inverse)));
             if (column == 0) {
-                lse[head] = sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
+                lse[first_token * HEADS + flat] =
+                    sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
             }
         }
         __syncthreads();

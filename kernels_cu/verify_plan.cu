@@ -21,18 +21,24 @@
 // of cost: START_ROWS for starting, and one for each KV row. The axis is cut every Q, and team k
 // takes what lies in [k Q, (k+1) Q):
 //   Q = max(ceil(whole axis / M), ceil(ROOT_HALVES x isqrt(longest) / 2), LEAST_ROWS), rounded up
-//       to a multiple of 16, with `longest` the largest prefix and tree together
+//       to a multiple of GRAIN, with `longest` the largest prefix and tree together
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
 // belongs to the team of its own cut; the first piece of a bundle to the last team before the first
 // cut that has LEAST_ROWS rows in front, kept or not, and no later than that of the bundle's end.
 //
+// Halves. Where half of the teams suffice for Q to be at most HALVES_ROWS, there are only so many
+// teams, of twice the blocks: two blocks take the same entries, one for each half of V's columns. It
+// shortens steps that are too short to be cut for all blocks.
+//
 // Outputs
 //   work            entries of one piece side by side, one for each row tile of its bundle; pieces
 //                   in the order of the axis; what is not used is -1
 //   cta_work        block c = k x width + j takes the entries first, first + step, ... below end:
-//                   row tile j of each of its team's bundles
+//                   row tile j of each of its team's bundles; the fourth word is 0. With halves, the
+//                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
+//                   the columns, 2 for the second
 //   combine_tiles   the row tiles of more than one piece, in order; combine_indptr bounds their
 //                   partial slots, which are numbered from 0 without gaps, row tile by row tile
 //   status          [0] PLANNED or what is wrong, [1] the request, [2] low and [3] high word of the
@@ -75,9 +81,17 @@
 #ifndef LEAST_ROWS
 #define LEAST_ROWS 32
 #endif
+// KV rows that attention multiplies at once, a multiple of 16: teams take multiples of it
+#ifndef GRAIN
+#define GRAIN 16
+#endif
 // halves in the factor of the square root; 0: no such bound
 #ifndef ROOT_HALVES
 #define ROOT_HALVES 3
+#endif
+// the longest range for which two blocks divide the columns of V; 0: they never do
+#ifndef HALVES_ROWS
+#define HALVES_ROWS 0
 #endif
 #ifndef PLAN_THREADS
 #define PLAN_THREADS 256
@@ -96,7 +110,8 @@ constexpr int MAX_ROW_TILES = (MAX_TREE * HEADS + ROW_TILE - 1) / ROW_TILE;  // 
 
 static_assert(PLAN_THREADS % 32 == 0 && PLAN_THREADS <= 1024, "whole warps, one block");
 static_assert(LEAST_ROWS % TILE == 0 && LEAST_ROWS >= TILE, "cuts are multiples of a tile");
-static_assert(START_ROWS >= 0 && ROOT_HALVES >= 0, "costs are not negative");
+static_assert(GRAIN % TILE == 0 && GRAIN >= TILE, "a team's share is whole tiles");
+static_assert(START_ROWS >= 0 && ROOT_HALVES >= 0 && HALVES_ROWS >= 0, "costs are not negative");
 
 constexpr int PLANNED = 0;
 constexpr int BAD_LENGTH = 1;      // seq_lens[b] is negative or too large
@@ -215,7 +230,7 @@ struct Totals {
 // @param pool_width        value int64                 tokens of such a row
 // @param kv_capacity       value int64                 length of kv_indices
 // @param work              write int32 [max_work, 6]   request, row tile, begin, end, slot, splits
-// @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, 0
+// @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, half
 // @param combine_indptr    write int32 [num_ctas + 1]  bounds of each cut row tile's slots
 // @param combine_tiles     write int32 [num_ctas, 2]   request, row tile; -1 behind the last
 // @param kv_indptr?        write int32 [batch + 1]     bounds of each prefix in kv_indices
@@ -361,8 +376,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     }
     __syncthreads();
     const int width = totals.divisor == 0 ? 1 : totals.width;
-    const int teams = num_ctas / width;
-
     // Where the bundles of each request start, on the axis and in number.
     long long axis = 0;
     long long bundles = 0;
@@ -386,8 +399,15 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         ordinals[batch] = static_cast<int>(bundles);
     }
     const long long root = (ROOT_HALVES * integer_root(totals.longest) + 1) / 2;
-    const long long quota = round_up(
-        max(max((axis + teams - 1) / teams, root), static_cast<long long>(LEAST_ROWS)), TILE);
+    const auto quota_of = [&](int count) {
+        const long long share = (axis + count - 1) / count;
+        return round_up(max(max(share, root), static_cast<long long>(LEAST_ROWS)), GRAIN);
+    };
+    const int all_teams = num_ctas / width;
+    const bool halves = all_teams >= 2 && quota_of(all_teams / 2) <= HALVES_ROWS;
+    const int blocks = halves ? 2 : 1;  // that take the same entries
+    const int teams = all_teams / blocks;
+    const long long quota = quota_of(teams);
     __syncthreads();
 
     // The bundle in which a point of the axis lies.
@@ -478,15 +498,17 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         before += sum;
         if (team < teams) {
             for (int lane = 0; lane < width; ++lane) {
-                int* to = cta_work + (team * width + lane) * 4;
-                to[0] = static_cast<int>(end - own) * width + lane;
-                to[1] = static_cast<int>(end) * width;
-                to[2] = width;
-                to[3] = 0;
+                for (int half = 0; half < blocks; ++half) {
+                    int* to = cta_work + ((team * width + lane) * blocks + half) * 4;
+                    to[0] = static_cast<int>(end - own) * width + lane;
+                    to[1] = static_cast<int>(end) * width;
+                    to[2] = width;
+                    to[3] = halves ? half + 1 : 0;
+                }
             }
         }
     }
-    for (int cta = teams * width + thread; cta < num_ctas; cta += PLAN_THREADS) {
+    for (int cta = teams * width * blocks + thread; cta < num_ctas; cta += PLAN_THREADS) {
         int* to = cta_work + cta * 4;
         to[0] = to[1] = to[3] = 0;
         to[2] = width;

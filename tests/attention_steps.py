@@ -16,6 +16,7 @@ from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
 from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import VerifyBatch
+from cuverify.verify_variants import VariantName
 
 FINE = {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0}
 """`-D` values of the plan that cut wherever they may."""
@@ -98,6 +99,8 @@ class VerifyStep:
         Whether the plan gathers the slots from the request table.
     index : numpy dtype
         Of lengths and bounds.
+    variant : {"portable", "sm90"}, optional
+        The text that attends.
     """
 
     def __init__(
@@ -107,11 +110,12 @@ class VerifyStep:
         *,
         num_ctas: int = 3,
         combine_ctas: int | None = None,
-        plan_values: Mapping[str, int] = FINE,
+        plan_values: Mapping[str, int] | None = FINE,
         values: Mapping[str, int] | None = None,
         gather: bool = False,
         index: Any = np.int32,
         max_tokens: int | None = None,
+        variant: VariantName | None = None,
     ) -> None:
         self.batch, self.xp, self.index, self.gather = batch, xp, index, gather
         tokens = self.tokens = batch.num_tokens if max_tokens is None else max_tokens
@@ -155,6 +159,7 @@ class VerifyStep:
             sm_scale=batch.sm_scale,
             workspace=self.workspace,
             combine_ctas=combine_ctas,
+            variant=variant,
             values=values,
             **({"draft_kv": given["draft_kv"]} if separate else {}),
             **({} if separate else {"out_cache_loc": given["out_cache_loc"]}),

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention_steps import FINE, VerifyStep, batch_of
 
 BARRIER = "__syncthreads();"
-RACES = ("race",)
+RACES = ("race", "uninitialised-read")  # of what another thread has not written yet
 STEMS = {"verify_attention": attention_op, "verify_plan": plan_op}
 
 
@@ -70,7 +70,7 @@ def each_barrier(stem: str) -> Iterator[Mutant]:
 
 ATTENTION = "verify_attention"
 PLAN = "verify_plan"
-HEADER = "scan.cuh"
+HEADERS = ("scan.cuh", "merge.cuh")
 
 PLANTED = [
     Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
@@ -88,10 +88,11 @@ PLANTED = [
     Mutant("a mask from the first tile that is whole", ATTENTION, "if (start + TILE > min(item.prefix, item.end)) {", "if (start > min(item.prefix, item.end)) {", ("numbers",)),
     Mutant("the tree is forgotten", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
     Mutant("every piece has the tree", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
-    Mutant("drafts from the next slot", ATTENTION, "const long long token = item.first_token + node;", "const long long token = item.first_token + node + 1;", ("numbers", "out-of-bounds")),
+    Mutant("drafts from the next slot", ATTENTION, "item.first_token + (position - item.prefix);", "item.first_token + (position - item.prefix) + 1;", ("numbers", "out-of-bounds")),
     Mutant("a prefix of the request before", ATTENTION, "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
     Mutant("queries of no token", ATTENTION, "row < item.rows && column < DIM", "column < DIM", ("out-of-bounds",)),
     Mutant("outputs of no token", ATTENTION, "if (flat < item.rows) {\n                const long long token", "{\n                const long long token", ("out-of-bounds", "race", "numbers")),
+    Mutant("two blocks take all columns", ATTENTION, " && cta_work[3] != 2", "", ("race",)),
     Mutant("no rescaling", ATTENTION, "if (scale.x != 1.0f || scale.y != 1.0f) {", "if (false) {", ("numbers",)),
     Mutant("sums are not rescaled", ATTENTION, "sum[i] * factor[i]", "sum[i]", ("numbers",)),
     Mutant("a maximum of half the lanes", ATTENTION, "largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
@@ -104,14 +105,16 @@ PLANTED = [
     Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
     Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? STAGES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
     Mutant("the ring is too short by a tile", ATTENTION, "(STAGES - 1) * TILE;\n", "(STAGES - 2) * TILE;\n", ("numbers",)),
-    Mutant("the first split is not combined", ATTENTION, "int slot = combine_indptr[tile] + warp;", "int slot = combine_indptr[tile] + 1 + warp;", ("numbers",)),
-    Mutant("a split too many is combined", ATTENTION, "slot + k * WARPS < end", "slot + k * WARPS <= end", ("numbers", "out-of-bounds", "uninitialised-read")),
+    Mutant("the first split is not combined", ATTENTION, "int slot = begin + warp % sharing;", "int slot = begin + 1 + warp % sharing;", ("numbers",)),
+    Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < end", "slot + k * sharing <= end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
     Mutant("slots of two row tiles meet", PLAN, "lane * (cuts + 1)", "lane * cuts", ("numbers", "race")),
     Mutant("an entry is done by nobody", PLAN, "to[0] = static_cast<int>(end - own) * width + lane;", "to[0] = static_cast<int>(end - own) * width + lane + width;", ("numbers",)),
     Mutant("an entry is done twice", PLAN, "to[1] = static_cast<int>(end) * width;", "to[1] = static_cast<int>(end) * width + width;", ("race", "out-of-bounds", "numbers")),
+    Mutant("halves are not told apart", PLAN, "halves ? half + 1 : 0", "0", ("race",)),
+    Mutant("halves of several teams meet", PLAN, "(team * width + lane) * blocks + half", "team * width + lane + half", ("numbers", "race")),
     Mutant("bounds of the prefixes are not sums", PLAN, "kv_total += sum;", "", ("numbers", "status", "out-of-bounds")),
 ]  # fmt: skip
 
@@ -119,7 +122,7 @@ MUTANTS = [
     *PLANTED,
     *each_barrier(ATTENTION),
     *each_barrier(PLAN),
-    *each_barrier(HEADER),
+    *(mutant for header in HEADERS for mutant in each_barrier(header)),
 ]
 
 # The second is a step that cannot be planned; the last ones have slots outside the pool.
@@ -128,8 +131,10 @@ STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", batch_of([150, 40], [17, 17], masks="any", spread=4.0), {"num_ctas": 6, "combine_ctas": 1}),
     ("no plan", batch_of([20, 40], [2, 3], latent=16), {"num_ctas": 2}),
     ("", batch_of([3] * 2 + [33], [70, 1, 9], latent=16, masks="any"), {"num_ctas": 2}),
-    # more pieces than verify_combine has warps
-    ("", batch_of([300], [8], latent=16, draft_source="separate", spread=4.0), {"num_ctas": 12}),
+    # more pieces than verify_combine has warps, and several turns a block
+    ("", batch_of([300], [16], latent=16, draft_source="separate", spread=4.0), {"num_ctas": 24, "combine_ctas": 1, "values": {"COMBINE_THREADS": 64, "COMBINE_UNROLL": 2}}),
+    # two blocks an entry
+    ("", batch_of([60, 20], [9, 9], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "HALVES_ROWS": 4096}}),
     # more requests than verify_plan has threads
     ("", batch_of([17] * 70, [1] * 70, latent=16), {"num_ctas": 70, "plan_values": {**FINE, "PLAN_THREADS": 64}}),
     ("bad slots", batch_of([40], [9], latent=16), {"num_ctas": 2}),
@@ -140,7 +145,7 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
     """Run the steps with these texts; return kinds of reports, and "numbers" if one is wrong."""
 
     def made(stem: str, names: Sequence[str]) -> Any:
-        def kernels_of(**values: int | str) -> tuple[Kernel, ...]:
+        def kernels_of(*_variant: str, **values: int | str) -> tuple[Kernel, ...]:
             source = kernels[stem].with_values(**values)
             return tuple(Kernel(source, name) for name in names)
 
@@ -178,8 +183,8 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
 
 def sources(mutant: Mutant | None, folder: Path) -> dict[str, KernelSource]:
     """Return the texts of both kernels, one of them or a header of theirs mutated."""
-    if mutant is not None and mutant.stem == HEADER:
-        (folder / HEADER).write_text(mutant.text())
+    if mutant is not None and mutant.stem in HEADERS:
+        (folder / mutant.stem).write_text(mutant.text())
     texts = {}
     for stem in STEMS:
         text = mutant.text() if mutant is not None and mutant.stem == stem else text_of(stem)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cuverify import bench, benches, evidence
+from cuverify import bench, benches
 from cuverify.bench import Record, Timing, gated, run_benches, run_benchmarks, time_calls
-from cuverify.errors import ArgumentError, CaseError, DeviceError
+from cuverify.errors import ArgumentError, CaseError, DeviceError, ToolchainError
+from cuverify.evidence.parts import find_part
 from cuverify.report import Report
 
 
@@ -107,6 +108,35 @@ def test_a_gate_or_a_timing_that_raises_is_an_error() -> None:
         assert (row["us"], row["error"]) == (None, "RuntimeError: launch failed")
 
 
+def test_a_step_alone_is_timed_after_the_gate_only() -> None:
+    row = gated("op", {}, check=right, timing=twelve_us, alone=lambda: Timing(15.0, 1.0, 9))
+    assert (row["us"], row["alone_us"], row["alone_spread"]) == (12.0, 15.0, 1.0)
+    row = gated("op", {}, check=lambda: "wrong", timing=never, alone=never)
+    assert (row["us"], row["alone_us"], row["error"]) == (None, None, "wrong")
+    row = gated("op", {}, check=right, timing=twelve_us, error=lambda: 0.25, read_us=2.0)
+    assert (row["error"], row["read_us"]) == (0.25, 2.0)
+
+
+def test_options_reach_those_benchmarks_that_take_them(one_bench: Any) -> None:
+    def run(device: str, *, shapes: Any = ()) -> Any:
+        return [gated("made_up", {"n": len(shapes)}, check=right, timing=twelve_us)]
+
+    one_bench(run)
+    (record,) = run_benches((), "cpu", options={"shapes": ["a", "b"]})
+    assert record.shape == {"n": 2}
+    with pytest.raises(CaseError, match="benchmark 'made_up' takes no seconds"):
+        run_benches((), "cpu", options={"seconds": 5})
+
+
+def test_a_picture_is_refused_before_anything_runs(
+    one_bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    one_bench(lambda device: pytest.fail("ran"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ToolchainError, match="matplotlib"):
+        run_benchmarks((), "cpu", picture=tmp_path / "x.svg")
+
+
 def test_a_measured_error_goes_with_the_time() -> None:
     row = gated("op", {}, check=right, timing=twelve_us, error=1e-3)
     assert (row["us"], row["error"]) == (12.0, 1e-3)
@@ -167,7 +197,7 @@ def test_a_benchmark_that_raises_does_not_stop_the_others(one_bench: Any) -> Non
 def test_records_are_what_evidence_takes(one_bench: Any) -> None:
     one_bench(lambda device: [gated("made_up", {"rows": 8}, check=right, timing=twelve_us)])
     problems: list[str] = []
-    evidence._validate_bench(problems, "bench", bench.measure())
+    find_part("bench").validate(problems, "bench", bench.measure())
     assert problems == []
 
 
@@ -190,6 +220,8 @@ def test_gpu_timings_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.time_graph(lambda: None, 0)
     with pytest.raises(ArgumentError, match="warmups=0"):
         bench.time_graph(lambda: None, warmups=0)
+    with pytest.raises(ArgumentError, match="steps="):
+        bench.time_copies([])
 
 
 # --- the host benchmarks -------------------------------------------------------------------------
@@ -221,6 +253,20 @@ def test_a_graph_is_timed_cold_and_warm() -> None:
         assert timing.us > 0
         assert timing.spread_us >= 0
         assert timing.repeats == 20
+
+
+@pytest.mark.gpu
+def test_copies_are_timed_as_one_of_them() -> None:
+    import torch
+
+    x = torch.ones((8, 1 << 22), device="cuda")
+    steps = [lambda row=row: row.add_(1.0) for row in x]
+    several = bench.time_copies(steps, 20)
+    alone = bench.time_copies(steps[:1], 20)
+    # 32 MB at the speed of memory, and a graph's start that the copies share
+    assert 0.3 * alone.us < several.us < alone.us
+    assert bool((x[1:] == x[1]).all())  # the graph ran all of them, equally often
+    assert several.repeats == 20
 
 
 @pytest.mark.gpu

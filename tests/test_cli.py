@@ -137,13 +137,54 @@ def test_wrong_usage_is_2_before_anything_runs(
     assert "Error: " in err
 
 
-@pytest.mark.parametrize("command", ["check", "compile", "bench", "env", "evidence", ""])
+@pytest.mark.parametrize("command", ["check", "compile", "bench", "tune", "env", "evidence", ""])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command.split(), "-h"]) == 0
     assert capsys.readouterr().out.startswith("Usage: cuverify")
 
 
 # --- options -------------------------------------------------------------------------------------
+
+
+def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def watch(*arguments: Any, **options: Any) -> Report:
+        seen.append((arguments, options))
+        return Report("bench")
+
+    module(monkeypatch, "cuverify.bench", run_benchmarks=watch)
+    words = "bench verify_attention --shapes grid,1x1k:33 --peers torch*,FA3* --seconds 80"
+    options = ["--peers-dir", str(tmp_path), "--picture", str(tmp_path / "x.svg")]
+    assert cli.main([*words.split(), *options]) == 0
+    ((arguments, named),) = seen
+    assert arguments == (("verify_attention",), "auto")
+    assert named["picture"] == tmp_path / "x.svg"
+    assert named["options"] == {
+        "shapes": ["grid", "1x1k:33"],
+        "peers": ["torch*", "FA3*"],
+        "peers_dir": str(tmp_path),
+        "seconds": 80.0,
+    }
+    seen.clear()
+    assert cli.main(["bench"]) == 0
+    assert seen[0][1]["options"] == {}
+    assert cli.main(["bench", "--picture", str(tmp_path / "none" / "x.svg")]) == 2
+
+
+def test_tune_says_where_its_table_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def watch(*arguments: Any, **options: Any) -> tuple[Report, Path]:
+        seen.append((arguments, options["seconds"]))
+        return Report("tune"), Path("h200.json")
+
+    module(monkeypatch, "cuverify.tuner", tune=watch)
+    assert cli.main(["tune", "portable", "--seconds", "9"]) == 0
+    assert seen == [((("portable",),), 9.0)]
+    assert capsys.readouterr().err == "kept in h200.json\n"
 
 
 def test_check_hands_its_options_on(engine: Callable[[Engine], None]) -> None:
@@ -307,6 +348,9 @@ def test_compile_shows_where_a_text_is_wrong(
         (["compile", "relocate", "--arch", "sm_10"], "sm_10"),
         (["check", "abacus"], "abacus"),
         (["bench", "abacus"], "abacus"),
+        (["bench", "verify_attention", "--shapes", "1x1k"], "16x1k:8"),
+        (["bench", "launch_overhead", "--seconds", "5"], "takes no seconds"),
+        (["tune", "abacus"], "abacus"),
     ],
 )
 def test_a_name_that_means_nothing_is_2_and_named(

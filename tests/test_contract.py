@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cuverify.contract import kernels_in, parse_contracts
+from cuverify.contract import kernels_in, limited_to, parse_contracts
 from cuverify.errors import ContractError
 from cuverify.expressions import Expression
 
@@ -38,6 +38,17 @@ def test_all_parts_of_a_parameter() -> None:
     assert contract.signature() == "k(out, x, any, x_stride)"
 
 
+def test_limits_and_early_starts() -> None:
+    contract = parse("@arch sm_90a sm_100a", "@early")
+    assert contract.architectures == ("sm_90a", "sm_100a") and contract.early
+    plain = parse("@block 32")
+    assert plain.architectures == () and not plain.early
+    assert limited_to("// @kernel k\n// @block 32\n") == ()
+    assert limited_to("// @kernel k\n// @arch sm_90a sm_80\n// @kernel j\n// @arch sm_80\n") == (
+        "sm_80",
+    )
+
+
 def test_a_dtype_may_be_a_value() -> None:
     line = "@param indices read INDEX [n]"
     assert parse(line, values={"INDEX": "long long"}).parameters[0].dtype.name == "int64"
@@ -50,6 +61,9 @@ def test_a_dtype_may_be_a_value() -> None:
     ("line", "message"),
     [
         ("@param x", "wants `name access dtype"),
+        ("@arch", "wants names such as sm_90a"),
+        ("@arch sm_90a, sm_100a", "wants names such as sm_90a"),
+        ("@early yes", "takes nothing behind it"),
         ("@param x reads fp32 [n]", "access `reads`"),
         ("@param x read fp31 [n]", "`fp31` is neither"),
         ("@param x read fp32", "a tensor has a \\[shape\\]"),

@@ -78,6 +78,12 @@ def document() -> dict[str, Any]:
                 "versions": {"python": "3.12"},
                 "data": [MEASUREMENT, {**MEASUREMENT, "us": None, "error": "does not fit"}],
             },
+            "attention": {
+                "digests": {"kernels": HASH, "lanes": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": [{**MEASUREMENT, "alone_us": 70.0, "alone_spread": 0.5, "read_us": None}],
+            },
             "check": {
                 "digests": {"kernels": HASH, "lanes": HASH, "validators": HASH},
                 "run": RUN,
@@ -233,6 +239,8 @@ def damaged(path: str, value: Any) -> dict[str, Any]:
         ("sections.bench.data.0.peer", 3),
         ("sections.bench.data.0.error", []),
         ("sections.bench.data.0.op", None),
+        ("sections.attention.data.0.alone_us", "fast"),
+        ("sections.attention.data.0.read_us", -1.0),
     ],
 )
 def test_every_kind_of_damage_is_a_problem(path: str, value: Any) -> None:
@@ -287,10 +295,11 @@ def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
     put(tree, fresh(tree))
     (tree / "tests" / "test_a.py").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
-    assert stale == {"bench": (), "check": (), "tests": ("tests",), "zoo": ()}
+    assert stale == {"attention": (), "bench": (), "check": (), "tests": ("tests",), "zoo": ()}
     (tree / "kernels_cu" / "a.cu").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
     assert stale == {
+        "attention": ("kernels",),
         "bench": ("kernels",),
         "check": ("kernels",),
         "tests": ("kernels", "tests"),
@@ -298,7 +307,7 @@ def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
     }
     report = evidence.report(tree)
     assert report.ok, "stale evidence is said, not failed"
-    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 3
+    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 4
 
 
 def test_a_face_may_change_without_making_evidence_stale(tree: Path) -> None:
@@ -381,7 +390,49 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python" in sections["bench"]["versions"]
     assert [entry.name for entry in path.parent.iterdir()] == ["h200.json"]
     absent = [finding.message for finding in evidence.report(tree).findings]
-    assert absent == ["h200.json has no section 'check'", "h200.json has no section 'zoo'"]
+    assert absent == [
+        f"h200.json has no section {part!r}" for part in ("attention", "check", "zoo")
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_attention_is_recorded_with_its_page(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def make(root: Path, **options: Any) -> tuple[str, Any]:
+        seen.append(options)
+        return "cuverify bench verify_attention", [MEASUREMENT]
+
+    recorder(monkeypatch, "attention", make)
+    path = evidence.record("attention", root=tree, options={"seconds": 240.0})
+    assert seen == [{"seconds": 240.0}]
+    page = (tree / "docs" / "performance.md").read_text()
+    assert evidence.load(path)["sections"]["attention"]["run"]["date"] in page
+    with pytest.raises(EvidenceError, match="'bench' takes no seconds"):
+        evidence.record("bench", root=tree, options={"seconds": 5.0})
+
+
+def test_the_benchmarks_of_attention_are_recorded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuverify import bench
+    from cuverify.evidence.parts.bench import ELSEWHERE
+
+    asked: list[tuple[list[str], Any]] = []
+
+    def measure(wanted: list[str], options: Any = None) -> list[dict[str, Any]]:
+        asked.append((wanted, options))
+        return []
+
+    monkeypatch.setattr(bench, "measure", measure)
+    command, _ = find_part("bench").record(Path())
+    ((others, _),) = asked
+    assert set(others) == set(bench.names()) - set(ELSEWHERE)
+    assert command == f"cuverify bench {' '.join(others)}"
+    asked.clear()
+    command, _ = find_part("attention").record(Path(), seconds=240.0)
+    all_shapes = {"shapes": ["all"], "seconds": 240.0}
+    assert asked == [(["verify_attention"], all_shapes), (["token_exactness"], None)]
+    assert command.startswith("cuverify bench verify_attention --shapes all --seconds 240; ")
+    assert set(ELSEWHERE) < set(bench.names())
 
 
 @pytest.mark.parametrize(

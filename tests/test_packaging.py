@@ -231,6 +231,7 @@ def test_kernels_load_and_compile_from_the_wheel(installed: Installation) -> Non
         """
         import cuverify
         from cuverify.compile import compile_cubin
+        from cuverify.contract import limited_to
         from cuverify.resources import package_stems
         from cuverify.sources import KernelSource
 
@@ -239,7 +240,8 @@ def test_kernels_load_and_compile_from_the_wheel(installed: Installation) -> Non
             source = KernelSource.from_package(stem)
             for header in source.headers():
                 print(header)
-            assert compile_cubin(source, "sm_90").resources, stem
+            arch = (limited_to(source.text) or ("sm_90",))[0]
+            assert compile_cubin(source, arch).resources, stem
         print("stems", *package_stems())
         """
     ).splitlines()

@@ -106,6 +106,8 @@ class Planned:
             "START_ROWS": "start_rows",
             "LEAST_ROWS": "least_rows",
             "ROOT_HALVES": "root_halves",
+            "HALVES_ROWS": "halves_rows",
+            "GRAIN": "grain",
         }
         return oracle.verify_plan(
             read(self.lens),
@@ -114,7 +116,7 @@ class Planned:
             num_ctas=self.num_ctas,
             max_work=len(self.workspace.work),
             max_tokens=self.max_tokens,
-            **{names[name]: value for name, value in self.values.items()},
+            **{names[name]: value for name, value in self.plan.values.items()},
         )
 
 
@@ -151,6 +153,9 @@ knobs = st.sampled_from(
         {},
         {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0},
         {"START_ROWS": 100, "LEAST_ROWS": 64, "ROOT_HALVES": 3},
+        {"HALVES_ROWS": 400},
+        {"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48},
+        {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0, "HALVES_ROWS": 64},
     ]
 )
 
@@ -176,6 +181,10 @@ WRITTEN = [
     ("more requests than threads", [100, 7, 3000] * 150, [8, 8, 8] * 150, {"num_ctas": 20}),
     ("more blocks than threads", [200_000, 100_000], [8, 16], {"num_ctas": 600}),
     ("a prefix as long as they get", [2**31 - 257], [8], {"num_ctas": 132}),
+    ("halves", [16_000], [8], {"num_ctas": 132, "values": {"HALVES_ROWS": 320}}),
+    ("halves of teams of two", [1000, 70], [9, 16], {"num_ctas": 45, "values": {"HALVES_ROWS": 900}}),
+    ("too long for halves", [50_000], [8], {"num_ctas": 132, "values": {"HALVES_ROWS": 320}}),
+    ("nothing to halve", [0, 0], [0, 0], {"num_ctas": 5, "values": {"HALVES_ROWS": 320}}),
     ("all of them long", [200_000] * 64, [64] * 64, {"num_ctas": 132, "heads": 16}),
 ]  # fmt: skip
 

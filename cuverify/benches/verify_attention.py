@@ -1,147 +1,338 @@
-"""How long verify attention takes: our kernels, torch's gather and bmm, SGLang's Triton kernel.
+"""How long verify attention takes: ours, every peer that is here, and two floors.
 
 One layer of Kimi K2 on one of eight GPUs: 8 heads, bf16 rows of 576 elements, page size 1, slots
-scattered over a pool twice as large as needed. In one replayed graph, with a cold L2 cache. Two
-floors stand beside each time: the roofline of the same run (rows read once at the speed of a linear
-read, products at the speed of the tensor cores), and reading the same scattered rows alone, as a
-peer of that name. The plan is made once a step and not timed here; see the benchmark of
-`verify_plan`. SGLang's kernel is timed where ``sglang.kernels.ops.attention.extend_attention`` can
-be imported.
+scattered over a pool of a million rows. `us` is what one layer costs among others: up to 16 copies
+over slots of their own in one replayed graph, with a cold L2 cache, divided by their number.
+`alone_us` is one layer in a graph of its own, the graph's start included.
+
+Two floors stand beside each time: the roofline of the same run (rows read once at the speed of a
+linear read, products at the speed of the tensor cores), and reading the same scattered rows alone.
+Plans are excluded for everybody; ours is timed apart, because it serves all layers of a step.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cuverify.bench import gated, time_graph
+from cuverify.bench import Record, Timing, gated, one_line, time_copies
+from cuverify.comparison import READING
+from cuverify.errors import ArgumentError, CaseError
+from cuverify.tolerances import PEER_ROW_ERROR
+from cuverify.verify_shapes import TARGETS_US, Shape, select
 
-SHAPES = (
-    (1, 1024, 8),
-    (1, 4096, 8),
-    (1, 16_384, 8),
-    (1, 16_384, 33),
-    (1, 65_536, 8),
-    (1, 65_536, 17),
-    (1, 65_536, 33),
-    (1, 65_536, 64),
-    (1, 184_320, 8),
-    (1, 184_320, 64),
-    (4, 16_384, 8),
-    (16, 1024, 8),
-    (16, 4096, 8),
-    (16, 16_384, 8),
-    (16, 16_384, 64),
-)
-"""Requests, rows of each prefix, nodes of each tree."""
+if TYPE_CHECKING:
+    from cuverify.ceilings import Ceilings
+    from cuverify.peers import Missing, Peer, Prepared
+    from cuverify.verify_problem import Problem
 
-REPEATS = 50
-# SGLang's kernel goes through a prefix with one block a head: milliseconds, whatever the batch
-_SGLANG_REPEATS = 10
-
-_SGLANG = "sglang.kernels.ops.attention.extend_attention"
-
-Step = Callable[[], None]
+PORTABLE = "verify_attention, portable"
+OP, PLAN, CEILINGS = "verify_attention", "verify_attention, plan", "ceilings"
 
 
-def run(device: str) -> list[dict[str, Any]]:
-    """Time attention on a GPU; nothing on a CPU, where the host lane says nothing about speed."""
+DEFAULT = (
+    "1x1k:8", "1x4k:8", "1x16k:8", "1x16k:33", "1x64k:8", "1x64k:17", "1x64k:33", "1x64k:64",
+    "1x180k:8", "1x180k:64", "4x16k:8", "16x1k:8", "16x4k:8", "16x16k:8", "16x16k:64", "ragged",
+)  # fmt: skip
+"""What is measured when no shapes are named."""
+
+LAYERS = 61
+"""Layers that one plan serves, in Kimi K2."""
+
+REPEATS, ALONE_REPEATS = 7, 15
+_SLOW_REPEATS = 3
+_BILLION = 10**9  # bytes or operations that a ceiling's time is for
+
+
+def run(
+    device: str,
+    *,
+    shapes: Sequence[str] = (),
+    peers: Sequence[str] = (),
+    peers_dir: str | None = None,
+    seconds: float | None = None,
+) -> list[dict[str, Any]]:
+    """Time attention on a GPU; nothing on a CPU, where the host lane says nothing about speed.
+
+    Parameters
+    ----------
+    device : str
+    shapes : sequence of str
+        As for `cuverify.verify_shapes.select`; `DEFAULT` when empty.
+    peers : sequence of str
+        Names or patterns of peers; all that are here when empty, ``"none"`` for none.
+    peers_dir : str, optional
+        Folder with peers that are not installed.
+    seconds : float, optional
+        No shape is begun later than this.
+
+    Returns
+    -------
+    list of dict
+        A record for each peer that is missing, and one that names the shapes that were not begun.
+
+    Raises
+    ------
+    CaseError
+        There are no such shapes, peers or folder.
+    """
+    from cuverify import peers as others
+
+    try:
+        chosen = select(shapes or DEFAULT)
+        folder = others.folder_of(peers_dir)
+        others.check_names([] if list(peers) == ["none"] else peers)
+    except ArgumentError as error:
+        raise CaseError(str(error)) from error
     if device != "cuda":
         return []
-    import torch
+    from cuverify.ceilings import measure_ceilings
+    from cuverify.verify_problem import new_pool
 
-    from cuverify.ceilings import read_bandwidth, tensor_rate
+    started = time.monotonic()
+    found: list[Peer] = []
+    missing: list[Missing] = []
+    if list(peers) != ["none"]:
+        found, missing = others.find(peers, folder)
+    records = [absent(peer.name, peer.reason) for peer in missing]
+    ceilings = measure_ceilings()
+    records.extend(ceiling_records(ceilings))
+    pool = new_pool()
 
-    rates = read_bandwidth(), tensor_rate()
-    records: list[dict[str, Any]] = []
-    for requests, prefix, tree_tokens in SHAPES:
-        records.extend(_attention(requests, prefix, tree_tokens, rates))
-        torch.cuda.empty_cache()
+    def measure(shape: Shape) -> Iterator[dict[str, Any]]:
+        return _attention(shape, pool, ceilings, found)
+
+    records.extend(within(chosen, measure, seconds, lambda: time.monotonic() - started))
     return records
 
 
-def _attention(
-    requests: int, prefix: int, tree_tokens: int, rates: tuple[float, float]
+def ceiling_records(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield a record for each ceiling: what a billion bytes or operations take."""
+    for what, moved, flops, rate in (
+        ("reading rows in their order", _BILLION, None, ceilings.read),
+        ("reading rows in random order", _BILLION, None, ceilings.scattered),
+        ("bf16 matrix product", None, _BILLION, ceilings.tensor),
+    ):
+        us = 1e6 * _BILLION / rate
+        yield Record(CEILINGS, {"what": what}, us=us, bytes=moved, flops=flops).to_json()
+
+
+def within(
+    shapes: Sequence[Shape],
+    measure: Callable[[Shape], Iterator[dict[str, Any]]],
+    seconds: float | None,
+    elapsed: Callable[[], float],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one shape."""
+    """Yield the records of shapes until the time is spent or the device is lost.
+
+    Parameters
+    ----------
+    shapes : sequence of Shape
+    measure : callable
+        Yields the records of one shape.
+    seconds : float or None
+        No shape is begun when so many have passed.
+    elapsed : callable
+        The seconds that have passed.
+
+    Yields
+    ------
+    dict
+        The last one says which shapes were left out, and why, if any were.
+    """
+    for number, shape in enumerate(shapes):
+        if seconds is not None and elapsed() >= seconds:
+            yield _left(shapes[number:], f"the {seconds:g} seconds were spent")
+            return
+        try:
+            yield from measure(shape)
+        except Exception as error:
+            yield Record(OP, facts(shape), error=one_line(error)).to_json()
+            if _device_is_lost():
+                yield _left(shapes[number + 1 :], "the device was lost")
+                return
+
+
+def _left(shapes: Sequence[Shape], why: str) -> dict[str, Any]:
+    listed = " ".join(shape.name for shape in shapes)
+    return Record(OP, {"left out": len(shapes)}, error=f"{why}; not measured: {listed}").to_json()
+
+
+def absent(peer: str, reason: str) -> dict[str, Any]:
+    """Return the record of a peer that is not here."""
+    return Record(OP, {}, peer=peer, error=f"not here: {reason}").to_json()
+
+
+def facts(shape: Shape) -> dict[str, int | float | str]:
+    """Return what a record says of a shape."""
+    target = TARGETS_US.get(shape.name)
+    return {
+        "name": shape.name,
+        "batch": shape.batch,
+        "prefix rows": shape.prefix_rows,
+        "tree": shape.tree,
+        "heads": shape.heads,
+        **({} if target is None else {"target_us": target}),
+    }
+
+
+def _device_is_lost() -> bool:
     import torch
 
-    from cuverify.cases.verify_attention import Capacity, SizedBatch, VerifyAttentionStep
-    from cuverify.ceilings import read_step
-    from cuverify.kv_layout import KvLayout
-    from cuverify.validators.compare import compare, host_array
-    from cuverify.verify_batch import VerifyBatch
-    from cuverify.verify_workload import drafted_tree
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
-    layout = KvLayout.build(
-        seq_lens=[prefix] * requests,
-        tree_tokens=tree_tokens,
-        placement="scattered",
-        stale_tail=False,
-        rng=prefix,
-    )
-    trees = tuple(drafted_tree(tree_tokens, seed) for seed in range(requests))
-    batch = VerifyBatch(layout, trees, kind="benchmark")
-    step = VerifyAttentionStep(SizedBatch(batch, Capacity.of([batch])), "torch-cuda")
-    step.plan()
-    step.plan.read_status()
-    expected = step.expected()
-    shape = {
-        "batch": requests,
-        "prefix": prefix,
-        "tree": tree_tokens,
-        "heads": batch.heads,
-        "splits": int(step.plan.workspace.work[:, 5].max()),
-    }
-    rows = requests * (prefix + tree_tokens)
-    moved = rows * 2 * batch.width + 2 * batch.num_tokens * batch.heads * (
-        batch.width + batch.latent
-    )
-    floor_us = 1e6 * max(moved / rates[0], batch.flops / rates[1])
 
-    def wrong(out: Any) -> str | None:
-        found = compare("out", host_array(out), expected["out"])
-        return None if found is None else str(found)
+Time = Callable[..., dict[str, Any]]
 
-    def ours() -> str | None:
-        step.poison()
-        step.attend()
-        found = compare("lse", host_array(step.lse), expected["lse"])
-        return wrong(step.out) or (None if found is None else str(found))
 
-    def record(
-        call: Step, check: Callable[[], str | None], peer: str | None, repeats: int = REPEATS
+def _attention(
+    shape: Shape, pool: Any, ceilings: Ceilings, peers: Sequence[Peer]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of one shape."""
+    from cuverify.verify_problem import Problem
+
+    problem = Problem(shape, pool)
+    floor_us = shape.roofline_us(ceilings.read, ceilings.tensor)
+
+    def timed(
+        name: str | None,
+        prepared: Prepared,
+        check: Callable[[], str | None],
+        *,
+        read_us: float | None = None,
+        slow: bool = False,
     ) -> dict[str, Any]:
+        warmups = 1 if slow else 3
+        repeats = _SLOW_REPEATS if slow else REPEATS
+        steps, out = prepared.steps, prepared.out
+
+        def alone() -> Timing:
+            return time_copies(steps[:1], ALONE_REPEATS, warmups=warmups)
+
         return gated(
-            "verify_attention",
-            shape,
+            OP,
+            {**facts(shape), **prepared.chosen, "copies": len(steps)},
             check=check,
-            timing=lambda: time_graph(call, repeats),
+            timing=lambda: time_copies(steps, repeats, warmups=warmups),
+            alone=None if len(steps) == 1 else alone,
+            error=None if out is None else lambda: relative_error(out, problem.expected),
             floor_us=floor_us,
-            bytes=moved,
-            flops=batch.flops,
-            peer=peer,
+            read_us=read_us,
+            bytes=shape.bytes,
+            flops=shape.flops,
+            peer=name,
         )
 
-    yield record(step.attend, ours, None)
-    slots = torch.from_numpy(layout.kv_indices()).cuda()
-    read, found = read_step(step.pool, slots)
+    reading = _reading(problem, timed)
+    yield reading
+    timed = functools.partial(timed, read_us=reading["us"])
+    yield from _ours(problem, timed)
+    for peer in peers:
+        if peer.takes(shape):
+            yield _theirs(problem, peer, timed)
 
-    def reads() -> str | None:
+
+def _reading(problem: Problem, timed: Time) -> dict[str, Any]:
+    from cuverify.ceilings import read_step
+    from cuverify.peers import Prepared
+
+    made = [read_step(problem.pool, slots) for slots in problem.prefix_slots]
+
+    def check() -> str | None:
+        read, words = made[-1]
         read()
-        mixed = step.pool[slots.long()].view(torch.int32)
-        return None if _xor(found) == _xor(mixed) else "the rows were not read"
+        return judge_reading(words, problem.pool[problem.prefix_slots[-1].long()])
 
-    yield record(read, reads, "reading the same rows alone")
-    for name, call, out, repeats in _peers(batch, step):
+    return timed(READING, Prepared([read for read, _ in made], None), check)
 
-        def check(call: Step = call, out: Any = out) -> str | None:
-            out.fill_(float("nan"))
-            call()
-            return wrong(out)
 
-        yield record(call, check, name, repeats)
+def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
+    """Yield the records of our attention, of its plan, and of the text that every GPU can run."""
+    from cuverify.own_attention import OwnAttention
+    from cuverify.peers import Prepared
+
+    own = OwnAttention.of(problem)
+    prepared = Prepared(own.layers, own.out, {"splits": own.splits})
+    yield timed(None, prepared, own.judge)
+    if own.variant != "portable":
+        other = OwnAttention.of(problem, variant="portable")
+        prepared = Prepared(other.layers, other.out, {"splits": other.splits})
+        yield {**timed(None, prepared, other.judge), "op": PORTABLE}
+    row = gated(
+        PLAN,
+        {**facts(problem.shape), "layers": LAYERS},
+        check=own.judge_plan,
+        timing=lambda: time_copies([own.plan], ALONE_REPEATS),
+    )
+    if row["us"] is not None:
+        row["shape"]["us_a_layer"] = row["us"] / LAYERS
+    yield row
+
+
+def _theirs(problem: Problem, peer: Peer, timed: Time) -> dict[str, Any]:
+    """Return the record of a peer."""
+    try:
+        prepared = peer.prepare(problem)
+    except Exception as error:
+        if _device_is_lost():
+            raise
+        facts_of = facts(problem.shape)
+        return Record(OP, facts_of, peer=peer.name, error=one_line(error)).to_json()
+    return timed(
+        peer.name, prepared, lambda: judge_peer(prepared, problem.expected), slow=peer.slow
+    )
+
+
+# --- the gate ------------------------------------------------------------------------------------
+
+
+def judge_peer(prepared: Prepared, expected: Any) -> str | None:
+    """Run a peer's first and last copy and return what is wrong with a result, None if nothing is.
+
+    Parameters
+    ----------
+    prepared : Prepared
+    expected : tensor of float64, shape (N, H, 512)
+    """
+    for step in dict.fromkeys((prepared.steps[0], prepared.steps[-1])):
+        prepared.out.fill_(float("nan"))
+        step()
+        errors = row_errors(prepared.out, expected)
+        worst = int(errors.argmax())  # NaN counts as the largest
+        found = float(errors.reshape(-1)[worst])
+        if not found <= PEER_ROW_ERROR:
+            token, head = divmod(worst, errors.shape[1])
+            wrong = int((~(errors <= PEER_ROW_ERROR)).sum())
+            return (
+                f"out[{token}, {head}] is off by {found:.3g} of its length, allowed "
+                f"{PEER_ROW_ERROR:g}; so are {wrong} of {errors.numel()} rows in all"
+            )
+    return None
+
+
+def row_errors(out: Any, expected: Any) -> Any:
+    """Return the length of each row's error over the row's own: float64, shape (N, H)."""
+    return (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+def relative_error(out: Any, expected: Any) -> float:
+    """Return the length of all errors over that of all results."""
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def judge_reading(words: Any, rows: Any) -> str | None:
+    """Return what is wrong with the words that were read from some rows, None if nothing is."""
+    import torch
+
+    return None if _xor(words) == _xor(rows.view(torch.int32)) else "the rows were not read"
 
 
 def _xor(words: Any) -> int:
@@ -149,56 +340,3 @@ def _xor(words: Any) -> int:
     import numpy as np
 
     return int(np.bitwise_xor.reduce(words.cpu().numpy().reshape(-1)))
-
-
-def _peers(batch: Any, step: Any) -> Iterator[tuple[str, Step, Any, int]]:
-    """Yield (name, step, its output [N, H, latent], repeats)."""
-    import torch
-
-    layout = batch.layout
-    requests, heads, latent, width = layout.num_requests, batch.heads, batch.latent, batch.width
-    tree_tokens = int(layout.tree_tokens[0])
-    prefix = int(layout.seq_lens[0])
-    prefix_slots = torch.from_numpy(layout.kv_indices("int64")).cuda().view(requests, prefix)
-    drafts = torch.from_numpy(layout.out_cache_loc.copy()).cuda().view(requests, tree_tokens)
-    slots = torch.cat([prefix_slots, drafts], dim=1).reshape(-1)
-    sees = torch.stack([torch.from_numpy(tree.mask().copy()) for tree in batch.trees]).cuda()
-    out = torch.empty_like(step.out)
-
-    hidden = torch.zeros((requests, tree_tokens, 1, tree_tokens), device="cuda")
-    hidden.masked_fill_(~sees[:, :, None], -torch.inf)
-    queries = step.q.view(requests, tree_tokens * heads, width)
-    result = out.view(requests, tree_tokens * heads, latent)
-
-    def gather_bmm() -> None:
-        rows = step.pool.index_select(0, slots).view(requests, prefix + tree_tokens, width)
-        scores = torch.bmm(queries, rows.mT, out_dtype=torch.float32) * batch.sm_scale
-        tail = scores.view(requests, tree_tokens, heads, -1)[..., prefix:]
-        tail += hidden
-        weights = torch.softmax(scores, dim=2).bfloat16()
-        torch.bmm(weights, rows[:, :, :latent], out=result)
-
-    yield "torch, gather and bmm", gather_bmm, out, REPEATS
-    try:
-        extend = importlib.import_module(_SGLANG)
-    except ImportError:
-        return
-
-    fresh = step.pool[drafts.reshape(-1)].view(-1, 1, width)
-    pool = step.pool.view(-1, 1, width)
-    full = torch.ones(
-        (requests, tree_tokens, prefix + tree_tokens), dtype=torch.uint8, device="cuda"
-    )
-    full[:, :, prefix:] = sees
-    bounds = torch.arange(requests + 1, device="cuda")
-    arguments = (
-        step.q, fresh, fresh[..., :latent].contiguous(), out, pool, pool[..., :latent],
-        bounds * tree_tokens, (bounds * prefix).int(), prefix_slots.reshape(-1),
-        full.reshape(-1), True, bounds * tree_tokens * (prefix + tree_tokens), tree_tokens,
-        1.0, 1.0,
-    )  # fmt: skip
-
-    def sglang() -> None:
-        extend.extend_attention_fwd(*arguments, sm_scale=batch.sm_scale)
-
-    yield "SGLang, Triton extend_attention", sglang, out, _SGLANG_REPEATS

@@ -249,12 +249,14 @@ class VerifyAttentionCase:
     name = "verify_attention"
 
     def kernels(self) -> Sequence[Kernel]:
-        """Return both kernels for 8 heads and indices of 32 bits, and for 16 and 64."""
+        """Return the kernels of both texts: 8 heads and 32-bit indices, and 16 heads and 64."""
         from cuverify.ops.verify_attention import verify_attention_kernels
 
         return [
             *verify_attention_kernels(),
             *verify_attention_kernels(HEADS=16, KV_INDEX="long long"),
+            *verify_attention_kernels("sm90"),
+            *verify_attention_kernels("sm90", HEADS=16, KV_INDEX="long long"),
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, SizedBatch]]:

@@ -5,13 +5,14 @@ file groups that it depends on, so that anybody can tell without a GPU whether t
 describes the present files. A section is written only by `record`, on a machine with that GPU.
 """
 
-from cuverify.evidence.document import Status, evidence_files, load, statuses, validate
+from cuverify.evidence.document import FOLDER, Status, evidence_files, load, statuses, validate
 from cuverify.evidence.parts import part_names
 from cuverify.evidence.recording import record
 from cuverify.evidence.source_tree import source_root
 from cuverify.evidence.views import report
 
 __all__ = [
+    "FOLDER",
     "Status",
     "evidence_files",
     "load",

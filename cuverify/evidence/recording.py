@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from cuverify.files import write_atomically
 from cuverify.report import plain
 
 
-def record(part: str, *, root: Path | None = None) -> Path:
+def record(
+    part: str, *, root: Path | None = None, options: Mapping[str, Any] | None = None
+) -> Path:
     """Measure one part on this machine's GPU and merge it into the GPU's evidence file.
 
     Other sections of the file stay as they are. Nothing is written unless the whole part ran.
@@ -28,6 +31,8 @@ def record(part: str, *, root: Path | None = None) -> Path:
         One of `cuverify.evidence.part_names`.
     root : Path, optional
         The source tree; found by `source_root` when absent.
+    options : mapping, optional
+        What the part's run takes by name, see `cuverify.evidence.parts.Part.options`.
 
     Returns
     -------
@@ -43,6 +48,9 @@ def record(part: str, *, root: Path | None = None) -> Path:
     """
     if part not in part_names():
         raise EvidenceError(f"part {part!r} is unknown; there are {', '.join(part_names())}")
+    rules, options = find_part(part), dict(options or {})
+    for name in options.keys() - set(rules.options):
+        raise EvidenceError(f"part {part!r} takes no {name}")
     root = source_root() if root is None else root
     gpu = device.gpu_name()
     path = root / FOLDER / f"{device.slug(gpu)}.json"
@@ -55,7 +63,7 @@ def record(part: str, *, root: Path | None = None) -> Path:
 
     before = digests(root, part)
     started = time.monotonic()
-    command, data = find_part(part).record(root)
+    command, data = rules.record(root, **options)
     seconds = time.monotonic() - started
     changed = [group for group, value in digests(root, part).items() if value != before[group]]
     if changed:
@@ -81,4 +89,6 @@ def record(part: str, *, root: Path | None = None) -> Path:
     write_atomically(
         path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
+    if rules.written is not None:
+        rules.written(root)
     return path

@@ -15,10 +15,13 @@ from cuverify.errors import EvidenceError
 _FACES = (
     "__init__.py",
     "cli.py",
+    "comparison.py",
     "env.py",
     "evidence",
+    "figures.py",
     "files.py",
     "notebook.py",
+    "performance.py",
     "report.py",
 )
 
@@ -44,7 +47,7 @@ class Group:
 
 GROUPS: Mapping[str, Group] = {
     "kernels": Group("kernels_cu", (".cu", ".cuh", ".h")),
-    "lanes": Group("cuverify", (".py", ".cpp", ".h", ".cuh", ".S"), _FACES),
+    "lanes": Group("cuverify", (".py", ".cpp", ".h", ".cu", ".cuh", ".S", ".json"), _FACES),
     "validators": Group("validators", (".py", ".cu", ".cuh")),
     "tests": Group("tests", (".py", ".cu", ".cuh", ".json", ".npz")),
 }

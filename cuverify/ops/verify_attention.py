@@ -2,6 +2,9 @@
 
 One `VerifyPlan` serves all layers of a step; each layer has a `VerifyAttention` of its own, and all
 of them may share one `AttentionWorkspace`, since they run one after another.
+
+Two texts do the same job with the same parameters: verify_attention.cu on every GPU and on the host
+lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule.
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ from cuverify.kernel import Kernel
 from cuverify.ops.verify_plan import (
     ROW_TILE,
     VerifyPlan,
+    capability,
     index_ctype,
+    max_row_tiles,
     multiprocessors,
     number_of,
     plan_workspace,
 )
 from cuverify.sources import KernelSource
+from cuverify.tuning import choice_for
+from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
 
 MAX_WORDS = 4
 """Most visibility words of a tree token: 256 tokens."""
 
-_THREADS = 256
 _PIECE = 8  # elements of a 16-byte access
 _HOST_COMBINE_CTAS = 2
-_COMBINE_CTAS_PER_MULTIPROCESSOR = 4
+_COMBINE_UNITS = 128  # of a row tile of 512 columns, each a block's at most
 
 
 def verify_workspace(
@@ -129,11 +135,15 @@ class VerifyAttention:
         The caller's buffers; of the layer's own if absent.
     combine_ctas : int, optional
         Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
+    variant : {"portable", "sm90"}, optional
+        The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
-        `-D` values of kernels_cu/verify_attention.cu, such as ``{"STAGES": 5}``.
+        `-D` values of that text, such as ``{"STAGES": 5}``, in place of those that were tuned for
+        the GPU.
 
     Attributes
     ----------
+    variant : {"portable", "sm90"}
     partials, combine : BoundLaunch
         The two launches of a call.
     heads, latent, rope, tokens : int
@@ -169,6 +179,7 @@ class VerifyAttention:
         draft_kv: Any = None,
         workspace: AttentionWorkspace | None = None,
         combine_ctas: int | None = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         if plan.kv_indices is None:
@@ -227,6 +238,7 @@ class VerifyAttention:
         self.plan = plan
         self.workspace = workspace
         self.tokens, self.heads, self.latent, self.rope = tokens, heads, latent, rope
+        self.variant = _variant(variant, device, latent, rope, float(sm_scale))
         chosen: dict[str, int | str] = {
             "HEADS": heads,
             "LATENT": latent,
@@ -234,12 +246,15 @@ class VerifyAttention:
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
-        partials, combine = verify_attention_kernels(**{**chosen, **(values or {})})
+        if values is None:
+            rows = plan.max_tree_tokens * heads
+            values = choice_for(device, variant=self.variant, rows=rows).values
+        partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
         buffers = plan.workspace
         self.partials = partials.bind(
-            plan.num_ctas, _THREADS,
+            plan.num_ctas, VARIANTS[self.variant].threads,
             queries[0].owner, queries[1].owner, *strides, float(sm_scale),
             pool.owner, pool.strides[0], pool.shape[0], plan.kv_indptr, plan.kv_indices,
             None if draft is None else draft.owner, 0 if draft is None else draft.strides[0],
@@ -248,7 +263,7 @@ class VerifyAttention:
             out, out_stride, lse,
         )  # fmt: skip
         self.combine = combine.bind(
-            _combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
+            self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
             workspace.partial_out, workspace.partial_lse,
             buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
             plan.num_ctas, plan.qo_indptr, out, out_stride, lse,
@@ -259,15 +274,30 @@ class VerifyAttention:
         self.partials()
         self.combine()
 
+    def _combine_grid(self, combine_ctas: int | None, device: str | None) -> int:
+        if combine_ctas is not None:
+            if not isinstance(combine_ctas, int) or combine_ctas < 1:
+                raise ArgumentError("combine_ctas", combine_ctas, "wants at least one block")
+            return combine_ctas
+        count = multiprocessors(device or "cpu")
+        if count is None:
+            return _HOST_COMBINE_CTAS
+        tiles = min(self.plan.num_ctas, max_row_tiles(self.plan.batch, self.tokens, self.heads))
+        return min(VARIANTS[self.variant].combine_ctas * count, _COMBINE_UNITS * tiles)
 
-def verify_attention_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
-    """Return `verify_partials` and `verify_combine` with these `-D` values."""
-    return _kernels(tuple(sorted(values.items())))
+
+def verify_attention_kernels(
+    variant: VariantName = "portable", **values: int | str
+) -> tuple[Kernel, Kernel]:
+    """Return `verify_partials` and `verify_combine` of a text with these `-D` values."""
+    return _kernels(variant, tuple(sorted(values.items())))
 
 
 @functools.cache
-def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
-    source = KernelSource.from_package("verify_attention", values=dict(values))
+def _kernels(
+    variant: VariantName, values: tuple[tuple[str, int | str], ...]
+) -> tuple[Kernel, Kernel]:
+    source = KernelSource.from_package(VARIANTS[variant].stem, values=dict(values))
     return Kernel(source, "verify_partials"), Kernel(source, "verify_combine")
 
 
@@ -342,10 +372,15 @@ def _check_words(visible: Tensor, max_tree_tokens: int) -> None:
         raise wrong(visible, f"{has}, the plan's trees have up to {max_tree_tokens} tokens")
 
 
-def _combine_grid(combine_ctas: int | None, device: str | None) -> int:
-    if combine_ctas is not None:
-        if not isinstance(combine_ctas, int) or combine_ctas < 1:
-            raise ArgumentError("combine_ctas", combine_ctas, "wants at least one block")
-        return combine_ctas
-    count = multiprocessors(device or "cpu")
-    return _HOST_COMBINE_CTAS if count is None else _COMBINE_CTAS_PER_MULTIPROCESSOR * count
+def _variant(
+    given: VariantName | None, device: str | None, latent: int, rope: int, sm_scale: float
+) -> VariantName:
+    if given is None:
+        architecture = capability(device or "cpu")
+        return choose_variant(architecture, latent=latent, rope=rope, sm_scale=sm_scale)
+    if given not in VARIANTS:
+        raise ArgumentError("variant", given, f"wants one of {', '.join(VARIANTS)}")
+    if not VARIANTS[given].fits(latent, rope, sm_scale):
+        reason = f"cannot attend to {latent} + {rope} columns with a scale of {sm_scale}"
+        raise ArgumentError("variant", given, reason)
+    return given

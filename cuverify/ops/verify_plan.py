@@ -20,6 +20,8 @@ from cuverify.buffers import Buffer, check_workspace, read, refuse_overlap, tens
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.sources import KernelSource
+from cuverify.tuning import choice_for
+from cuverify.verify_variants import VARIANTS, VariantName, variant_of
 
 ROW_TILE = 64
 """Query rows (tree tokens times heads) that one entry of the plan is for."""
@@ -173,7 +175,8 @@ class PlanWorkspace:
         Request, row tile, begin and end of the range of the prefix, partial slot (-1 where the row
         tile is in one piece), pieces of this row tile. -1 behind the last entry.
     cta_work : tensor, shape (num_ctas, 4)
-        The entries that each block takes: first, end, step, 0.
+        The entries that each block takes: first, end, step, and 0, or 1 or 2 where two blocks
+        divide the columns of V.
     combine_indptr : tensor, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
     combine_tiles : tensor, shape (num_ctas, 2)
@@ -235,12 +238,18 @@ class VerifyPlan:
         Slots by request and position; what a row holds behind its prefix is not read.
     req_pool_indices : tensor of int32 or int64, shape (B,), optional
         Row of each request; goes with `req_to_token`.
+    variant : {"portable", "sm90"}, optional
+        The text that will attend, which decides how finely the step is cut: any text can follow any
+        plan. The one that is best for the GPU if absent.
     values : mapping of str to int, optional
-        `-D` values of kernels_cu/verify_plan.cu, such as ``{"START_ROWS": 32}``.
+        `-D` values of kernels_cu/verify_plan.cu, such as ``{"START_ROWS": 32}``, in place of the
+        variant's own and of those that were tuned for the GPU.
 
     Attributes
     ----------
     batch, heads, num_ctas, max_tokens, max_tree_tokens : int
+    values : dict of str to int
+        The `-D` values that decide the cuts; those of the text where one is absent.
     kv_indptr, kv_indices : tensor
         What attention reads: the caller's or the plan's; `kv_indices` may be None.
     qo_indptr : tensor
@@ -274,6 +283,7 @@ class VerifyPlan:
         kv_indptr: Any = None,
         req_to_token: Any = None,
         req_pool_indices: Any = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         _check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
@@ -303,7 +313,10 @@ class VerifyPlan:
             )
             for field in fields(workspace)
         }
-        device_of([*inputs.values(), *held.values()])
+        device = device_of([*inputs.values(), *held.values()])
+        variant = variant or variant_of(capability(device or "cpu"))
+        if variant not in VARIANTS:
+            raise ArgumentError("variant", variant, f"wants one of {', '.join(VARIANTS)}")
         num_ctas = _rows(held["workspace.cta_work"])
         sizes = plan_workspace(batch, max_tokens, heads, num_ctas)
         need = f"{batch} requests, {max_tokens} tokens, {heads} heads and {num_ctas} blocks"
@@ -318,6 +331,10 @@ class VerifyPlan:
         self.num_ctas = num_ctas
         self.max_tokens = max_tokens
         self.max_tree_tokens = max_tree_tokens
+        if values is None:
+            choice = choice_for(device, variant=variant, rows=max_tree_tokens * heads)
+            values = {**VARIANTS[variant].plan, **choice.plan}
+        self.values = dict(values)
         self.qo_indptr = qo_indptr
         self.kv_indices = kv_indices
         self.kv_indptr = workspace.kv_indptr[: batch + 1] if kv_indptr is None else kv_indptr
@@ -329,7 +346,7 @@ class VerifyPlan:
         if gathers:
             types["POOL_INDEX"] = index_ctype(inputs["req_pool_indices"])
             types["KV_INDEX"] = index_ctype(inputs["kv_indices"])
-        plan, gather = verify_plan_kernels(**{**types, **(values or {})})
+        plan, gather = verify_plan_kernels(**{**types, **self.values})
         table = inputs.get("req_to_token")
         rows, width = (0, 0) if table is None else table.shape
         # Bounds of the caller's own need not lie one behind the other.
@@ -386,6 +403,16 @@ def multiprocessors(device: str) -> int | None:
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def capability(device: str) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for the CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(major), int(minor)
 
 
 def index_ctype(tensor: Tensor) -> str:

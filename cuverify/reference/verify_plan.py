@@ -48,7 +48,8 @@ class Plan:
         Request, row tile, begin and end of the range of the prefix, partial slot (-1 where the row
         tile is in one piece), pieces of this row tile. -1 behind the last entry.
     cta_work : ndarray of int32, shape (num_ctas, 4)
-        The entries that each block takes: first, end, step, 0.
+        The entries that each block takes: first, end, step, and 0, or 1 or 2 for the half of V's
+        columns.
     combine_indptr : ndarray of int32, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
     combine_tiles : ndarray of int32, shape (num_ctas, 2)
@@ -93,6 +94,8 @@ def verify_plan(
     start_rows: int = 48,
     least_rows: int = 32,
     root_halves: int = 3,
+    halves_rows: int = 0,
+    grain: int = TILE,
 ) -> Plan:
     """Plan a step.
 
@@ -120,6 +123,10 @@ def verify_plan(
     start_rows, least_rows, root_halves : int
         What starting a row tile costs in KV rows; the shortest piece; halves in the factor of the
         square root in the bound on how finely the longest request is cut.
+    halves_rows : int
+        The longest range for which two blocks divide the columns of V.
+    grain : int
+        KV rows that attention multiplies at once.
 
     Returns
     -------
@@ -141,10 +148,12 @@ def verify_plan(
     if not planned:
         lens, trees = [0] * len(lens), [0] * len(trees)
     width = _team_width([_row_tiles(tree, heads) for tree in trees], num_ctas)
-    pieces = list(
-        _pieces(lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves)
-    )
-    return _written(pieces, lens, width, num_ctas, max_work, status)
+    teams, quota, halves = _quota(
+        lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
+        halves_rows, grain,
+    )  # fmt: skip
+    pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
+    return _written(pieces, lens, width, teams, halves, num_ctas, max_work, status)
 
 
 def kv_list(
@@ -273,15 +282,18 @@ def _combine_faults(
 
 
 def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    runs: Counter[int] = Counter()
-    for block, (first, end, step, _) in enumerate(plan.cta_work.tolist()):
-        if step < 1:
-            yield f"the step of block {block} is {step}"
+    runs: Counter[int] = Counter()  # two for an entry: one a half of V's columns
+    halves: Counter[tuple[int, int]] = Counter()
+    for block, (first, end, step, half) in enumerate(plan.cta_work.tolist()):
+        if step < 1 or half not in (0, 1, 2):
+            yield f"the step of block {block} is {step}, its half {half}"
             return
-        runs.update(range(first, end, step))
+        for entry in range(first, end, step):
+            runs[entry] += 2 if half == 0 else 1
+            halves[entry, half] += 1
     for entry in range(len(work)):
-        if runs[entry] != 1:
-            yield f"entry {entry} is run {runs[entry]} times"
+        if runs[entry] != 2 or max(halves[entry, half] for half in range(3)) > 1:
+            yield f"entry {entry} is run {runs[entry]} half times"
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
     # blocks that run side by side read the same rows, so that DRAM gives them once
@@ -347,7 +359,15 @@ def _team_width(row_tiles: Sequence[int], num_ctas: int) -> int:
     return max(fitting) if present else 1
 
 
-def _pieces(
+def _bundles(trees: Sequence[int], heads: int, width: int) -> list[tuple[int, int]]:
+    return [
+        (request, number * width)
+        for request, tree in enumerate(trees)
+        for number in range(_row_tiles(tree, heads) // width)
+    ]
+
+
+def _quota(
     lens: Sequence[int],
     trees: Sequence[int],
     heads: int,
@@ -356,21 +376,36 @@ def _pieces(
     start_rows: int,
     least_rows: int,
     root_halves: int,
-) -> Iterator[_Piece]:
-    """Walk along the axis of cost, bundle by bundle, and cut."""
-    bundles = [
-        (request, number * width)
-        for request, tree in enumerate(trees)
-        for number in range(_row_tiles(tree, heads) // width)
-    ]
+    halves_rows: int,
+    grain: int,
+) -> tuple[int, int, bool]:
+    """Return the teams, the cost that each takes, and whether two blocks share it."""
+    bundles = _bundles(trees, heads, width)
     axis = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
     longest = max((length + tree for length, tree in zip(lens, trees, strict=True)), default=0)
     root = -(-root_halves * math.isqrt(longest) // 2)
-    quota = max(-(-axis // teams), root, least_rows)
-    quota += -quota % TILE
 
+    def quota(count: int) -> int:
+        least = max(-(-axis // count), root, least_rows)
+        return least + -least % grain
+
+    halves = teams >= 2 and quota(teams // 2) <= halves_rows
+    teams = teams // 2 if halves else teams
+    return teams, quota(teams), halves
+
+
+def _pieces(
+    lens: Sequence[int],
+    trees: Sequence[int],
+    heads: int,
+    width: int,
+    quota: int,
+    start_rows: int,
+    least_rows: int,
+) -> Iterator[_Piece]:
+    """Walk along the axis of cost, bundle by bundle, and cut."""
     start = 0
-    for request, first_tile in bundles:
+    for request, first_tile in _bundles(trees, heads, width):
         prefix, total = lens[request], lens[request] + trees[request]
         rows_at = start + start_rows  # where the bundle's first KV row lies on the axis
         cuts: list[tuple[int, int]] = []  # team behind the cut, KV row
@@ -397,6 +432,8 @@ def _written(
     pieces: Sequence[_Piece],
     lens: Sequence[int],
     width: int,
+    teams: int,
+    halves: bool,
     num_ctas: int,
     max_work: int,
     status: Ints,
@@ -429,7 +466,6 @@ def _written(
             entry += 1
     combine_indptr[tiles:] = slots
 
-    teams = num_ctas // width
     own = Counter(piece.team for piece in pieces)
     cta_work = np.zeros((num_ctas, 4), np.int32)
     cta_work[:, 2] = width
@@ -437,7 +473,12 @@ def _written(
     for team in range(teams):
         end = before + own[team]
         for lane in range(width):
-            cta_work[team * width + lane, :2] = before * width + lane, end * width
+            block, range_ = team * width + lane, (before * width + lane, end * width)
+            if halves:
+                cta_work[2 * block : 2 * block + 2, :2] = range_
+                cta_work[2 * block : 2 * block + 2, 3] = 1, 2
+            else:
+                cta_work[block, :2] = range_
         before = end
     return Plan(
         work=work,

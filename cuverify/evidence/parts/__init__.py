@@ -29,20 +29,27 @@ class Part:
     summary : callable
         Takes valid data; returns the result in a few words.
     record : callable
-        Takes the source tree's root; measures, and returns the command that stands for the run and
-        the data, as JSON values. Raises `EvidenceError` where the run did not come to its end.
+        Takes the source tree's root, and options by name; measures, and returns the command that
+        stands for the run and the data, as JSON values. Raises `EvidenceError` where the run did
+        not come to its end.
     failures : callable
         Takes valid data; returns what is wrong with the product by this result, in words.
     table : callable, optional
         Takes the GPU's name and valid data; returns the data as a table.
+    options : tuple of str
+        Names of the options that `record` takes.
+    written : callable, optional
+        Takes the source tree's root when the evidence file has been written.
     """
 
     groups: tuple[str, ...]
     validate: Callable[[list[str], str, Any], None]
     summary: Callable[[Any], str]
-    record: Callable[[Path], tuple[str, Any]]
+    record: Callable[..., tuple[str, Any]]
     failures: Callable[[Any], Iterable[str]] = _no_failures
     table: Callable[[str, Any], Table] | None = None
+    options: tuple[str, ...] = ()
+    written: Callable[[Path], object] | None = None
 
 
 def part_names() -> tuple[str, ...]:

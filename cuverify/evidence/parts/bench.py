@@ -1,4 +1,4 @@
-"""The part `bench`: every benchmark, with its peers and floors."""
+"""The part `bench`: every benchmark without a part of its own, with its peers and floors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from cuverify.evidence.fields import is_number, is_text
 from cuverify.evidence.parts import Part
 from cuverify.report import Table
 
+ELSEWHERE = ("verify_attention", "token_exactness")
+"""Benchmarks that take minutes, and are the part `attention`."""
 
-def _validate(problems: list[str], where: str, data: Any) -> None:
+
+def validate_records(problems: list[str], where: str, data: Any) -> None:
+    """Add what is wrong with a list of measurements to a list of problems."""
+    since = ("alone_us", "alone_spread", "read_us")  # older evidence lacks them
     names = ("op", "shape", "us", "us_spread", "floor_us", "bytes", "flops", "peer", "error")
     if not isinstance(data, list) or not data:
         problems.append(f"{where} is no list of measurements, or empty")
         return
     for index, entry in enumerate(data):
         here = f"{where}[{index}]"
-        if not isinstance(entry, dict) or set(entry) != set(names):
+        if not isinstance(entry, dict) or set(entry) - set(since) != set(names):
             problems.append(f"{here} must hold exactly {', '.join(names)}")
             continue
         if not is_text(entry["op"]):
@@ -28,9 +33,10 @@ def _validate(problems: list[str], where: str, data: Any) -> None:
             is_number(value) or is_text(value) for value in shape.values()
         ):
             problems.append(f"{here}.shape is {shape!r}, not an object of numbers and names")
-        for name in ("us", "us_spread", "floor_us", "bytes", "flops"):
-            if entry[name] is not None and not is_number(entry[name]):
-                problems.append(f"{here}.{name} is {entry[name]!r}, neither a number nor null")
+        for name in ("us", "us_spread", "floor_us", "bytes", "flops", *since):
+            value = entry.get(name)
+            if value is not None and not is_number(value):
+                problems.append(f"{here}.{name} is {value!r}, neither a number nor null")
         if entry["us"] is None and entry["error"] is None:
             problems.append(f"{here} has neither a time nor an error")
         if entry["peer"] is not None and not is_text(entry["peer"]):
@@ -40,7 +46,8 @@ def _validate(problems: list[str], where: str, data: Any) -> None:
             problems.append(f"{here}.error is {error!r}, neither text, a number nor null")
 
 
-def _summary(data: Any) -> str:
+def summary_of_records(data: Any) -> str:
+    """Return how many measurements of what there are."""
     ops = sorted({entry["op"] for entry in data})
     return f"{len(data)} measurements of {', '.join(ops)}"
 
@@ -69,13 +76,14 @@ def _table(gpu: str, data: Sequence[Mapping[str, Any]]) -> Table:
 def _record(root: Path) -> tuple[str, list[dict[str, Any]]]:
     from cuverify import bench
 
-    return "cuverify bench", bench.measure()
+    others = [name for name in bench.names() if name not in ELSEWHERE]
+    return f"cuverify bench {' '.join(others)}", bench.measure(others)
 
 
 PART = Part(
     groups=("kernels", "lanes"),
-    validate=_validate,
-    summary=_summary,
+    validate=validate_records,
+    summary=summary_of_records,
     table=_table,
     record=_record,
 )

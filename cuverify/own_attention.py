@@ -1,0 +1,190 @@
+"""Our verify attention made ready for a problem: planned, judged, and free to be timed or tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cuverify.ops.verify_attention import VerifyAttention
+    from cuverify.ops.verify_plan import VerifyPlan
+    from cuverify.verify_problem import Problem
+    from cuverify.verify_variants import VariantName
+
+
+@dataclass(frozen=True, eq=False)
+class OwnAttention:
+    """Our attention over all copies of a problem's rows.
+
+    Attributes
+    ----------
+    problem : Problem
+    layers : sequence of VerifyAttention
+        One for each copy; all write the same outputs by the same plan.
+    out : tensor of bfloat16, shape (N, H, 512)
+    lse : tensor of float32, shape (N, H)
+    plan : VerifyPlan
+        Makes the same plan again, and the index list from a request-to-token table: what happens
+        once a step.
+    splits : int
+        Pieces of the row tile that is cut most.
+    """
+
+    problem: Problem
+    layers: Sequence[VerifyAttention]
+    out: Any
+    lse: Any
+    plan: VerifyPlan
+    splits: int
+
+    @property
+    def variant(self) -> VariantName:
+        """The text that attends."""
+        return self.layers[0].variant
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        *,
+        variant: VariantName | None = None,
+        values: Mapping[str, int] | None = None,
+        plan_values: Mapping[str, int] | None = None,
+        num_ctas: int | None = None,
+    ) -> OwnAttention:
+        """Plan a problem and bind a layer for each of its copies.
+
+        Parameters
+        ----------
+        problem : Problem
+        variant : str, optional
+            The text; the rule's choice if absent.
+        values, plan_values : mapping of str to int, optional
+            `-D` values of the attention's text and of the plan.
+        num_ctas : int, optional
+            Blocks that attend; the op's own choice if absent.
+
+        Raises
+        ------
+        ArgumentError
+            As the ops raise it.
+        """
+        import torch
+
+        from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
+        from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+
+        shape, device = problem.shape, problem.pool.device
+        workspace = PlanWorkspace.allocate(
+            problem.seq_lens,
+            max_batch=shape.batch,
+            max_tokens=shape.tokens,
+            heads=shape.heads,
+            num_ctas=num_ctas,
+        )
+
+        def plan_of(**lists: Any) -> VerifyPlan:
+            return VerifyPlan(
+                problem.seq_lens,
+                problem.qo_indptr,
+                heads=shape.heads,
+                max_tokens=shape.tokens,
+                max_tree_tokens=shape.tree,
+                workspace=workspace,
+                variant=variant,
+                values=plan_values,
+                **lists,
+            )
+
+        out = problem.new_output()
+        lse = torch.empty((shape.tokens, shape.heads), device=device)
+        scratch: AttentionWorkspace | None = None
+        layers: list[VerifyAttention] = []
+        # The plan knows lengths alone: copies share its buffers and differ in their index lists.
+        for prefix, drafts in zip(problem.prefix_slots, problem.draft_slots, strict=True):
+            plan = plan_of(kv_indices=prefix, kv_indptr=problem.kv_indptr)
+            scratch = scratch or AttentionWorkspace.allocate(out, plan=plan)
+            layers.append(
+                VerifyAttention(
+                    problem.q,
+                    problem.pool,
+                    out,
+                    lse,
+                    plan=plan,
+                    visible=problem.visible,
+                    sm_scale=problem.sm_scale,
+                    out_cache_loc=drafts,
+                    workspace=scratch,
+                    variant=variant,
+                    values=values,
+                )
+            )
+        whole = plan_of(
+            kv_indices=torch.zeros_like(problem.prefix_slots[0]),
+            req_to_token=problem.slot_table(),
+            req_pool_indices=torch.arange(shape.batch, dtype=torch.int32, device=device),
+        )
+        whole()
+        whole.read_status()
+        return cls(problem, layers, out, lse, whole, int(workspace.work[:, 5].max()))
+
+    def judge(self) -> str | None:
+        """Return what is wrong, None if nothing is.
+
+        The first copy is held against the float64 reference within the published bounds. All others
+        hold the same rows elsewhere: they must give the same bits.
+        """
+        import torch
+
+        first: tuple[Any, Any] | None = None
+        for number, layer in enumerate(self.layers):
+            self.out.fill_(float("nan"))
+            self.lse.fill_(float("nan"))
+            layer()
+            if first is None:
+                if not self._within_bounds():
+                    return self._mismatch()
+                first = self.out.clone(), self.lse.clone()
+            elif not (torch.equal(self.out, first[0]) and torch.equal(self.lse, first[1])):
+                return f"the same rows at other slots (copy {number}) give other bits"
+        return None
+
+    def _within_bounds(self) -> bool:
+        """Whether all is right, found on the device: the host takes seconds for a large batch."""
+        bounds = self.problem.bounds
+        error = (self.out.double() - bounds.out).abs()
+        lse_error = (self.lse.double() - bounds.lse).abs()
+        return bool(
+            (error <= bounds.out_atol).all()
+            & (error.square().mean(dim=-1).sqrt() <= bounds.out_rms).all()
+            & (lse_error <= bounds.lse_atol).all()
+        )
+
+    def _mismatch(self) -> str:
+        from cuverify.tolerances import attention_bounds
+        from cuverify.validators.compare import compare_all, host_array
+
+        found = {"out": host_array(self.out), "lse": host_array(self.lse)}
+        bounds = attention_bounds(self.problem.exact, self.problem.baseline)
+        wrong = compare_all(found, bounds)
+        return str(wrong[0]) if wrong else "out or lse is just beyond its bound"
+
+    def judge_plan(self) -> str | None:
+        """Make the plan anew over poisoned buffers, and return what is wrong, None if nothing is.
+
+        It must be the plan that was judged with the layers, and its list the slots of the table.
+        """
+        import torch
+
+        held = vars(self.plan.workspace)
+        before = {name: buffer.clone() for name, buffer in held.items()}
+        for buffer in (*held.values(), self.plan.kv_indices):
+            buffer.fill_(-7)
+        self.plan()
+        for name, buffer in held.items():
+            if not torch.equal(buffer, before[name]):
+                return f"a second plan of the same lengths has another {name}"
+        if not torch.equal(self.plan.kv_indices, self.problem.prefix_slots[0]):
+            return "kv_indices are not the slots of the table"
+        return None

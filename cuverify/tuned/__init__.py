@@ -1,0 +1,1 @@
+"""Tables that `cuverify tune` writes and `cuverify.tuning` reads."""

@@ -1,0 +1,85 @@
+"""The texts that attend, and the rule that chooses one.
+
+All of them do the same job with the same parameters, by the same plan and with the same results
+within the published tolerances. `choose_variant` looks at what is known when a layer is made: the
+GPU, the columns and the scale. Lengths and the number of tree tokens change from step to step; the
+plan follows them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+VariantName = Literal["portable", "sm90"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One text.
+
+    Attributes
+    ----------
+    stem : str
+        Of the file in kernels_cu.
+    threads : int
+        Of a block of `verify_partials`.
+    columns : tuple of int, or None
+        The only latent and rope columns; None where all are possible.
+    combine_ctas : int
+        Most blocks of `verify_combine` for each multiprocessor.
+    plan : mapping of str to int
+        `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
+    """
+
+    stem: str
+    threads: int
+    columns: tuple[int, int] | None = None
+    combine_ctas: int = 4
+    plan: Mapping[str, int] = field(default_factory=dict)
+
+    def fits(self, latent: int, rope: int, sm_scale: float) -> bool:
+        """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
+        return self.columns is None or (self.columns == (latent, rope) and sm_scale > 0)
+
+
+VARIANTS: Mapping[VariantName, Variant] = {
+    "portable": Variant("verify_attention", 256),
+    "sm90": Variant(
+        "verify_attention_sm90",
+        512,
+        columns=(512, 64),
+        combine_ctas=2,
+        plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 320},
+    ),
+}
+
+
+def variant_of(architecture: tuple[int, int] | None) -> VariantName:
+    """Return the text that is fastest on a GPU where the columns allow it.
+
+    Parameters
+    ----------
+    architecture : tuple of two int, or None
+        Compute capability; None for the host lane.
+    """
+    return "sm90" if architecture == (9, 0) else "portable"
+
+
+def choose_variant(
+    architecture: tuple[int, int] | None, *, latent: int, rope: int, sm_scale: float
+) -> VariantName:
+    """Return the text that attends.
+
+    Parameters
+    ----------
+    architecture : tuple of two int, or None
+        Compute capability of the GPU; None for the host lane.
+    latent, rope : int
+        Columns of V, and further ones of K.
+    sm_scale : float
+        Factor of the scores.
+    """
+    best = variant_of(architecture)
+    return best if VARIANTS[best].fits(latent, rope, sm_scale) else "portable"

@@ -1,0 +1,1039 @@
+// Attention of draft trees over a latent KV cache on sm_90a: the job, the parameters and the results
+// of verify_attention.cu for rows of 512 + 64 columns, with the matrix units of Hopper GPUs. It
+// cannot run anywhere else.
+//
+// A block holds 64 query rows and goes through its items of the plan with four warpgroups:
+//   copy     gathers KV rows into a ring of tiles in shared memory (cp.async, 16 bytes a thread,
+//            straight into the swizzle that wgmma reads), and each item's queries before them
+//   scores   S = Q K^T, the mask and the softmax; hands the probabilities on as they lie in
+//            registers, through a pair of buffers that nobody else has to understand
+//   values   two of them: O += P V, each for half of V's columns, read from the same tile of KV
+// A tile is free again when both have multiplied it. Held Q chunks are operands in registers; a
+// multiprocessor has no room for them beside the ring.
+//
+// The matrix units would share their time evenly among warpgroups that wait for them, and then
+// stand still while the softmax is computed. So the probabilities of a tile are handed on only when
+// the scores of the next tile have been multiplied, if that tile is there already: products with V
+// fill the time of the softmax.
+//
+// Partials lie in the order of the accumulators, in pieces of 16 bytes: piece (j x 2 + h) x 128 + t
+// of a slot is of thread t of values warpgroup h, with columns c, c + 1, c + 8, c + 9 for
+// c = 256 h + 16 j + 2 (t % 4), of rows 16 (t / 32) + t % 32 / 4 and the 8th row behind it:
+// {row, c}, {row + 8, c}, {row, c + 8}, {row + 8, c + 8}.
+//
+// A slot outside the pool is never read: a query row that sees it becomes NaN.
+//
+// Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
+
+#include "bf16.cuh"
+#include "hopper.cuh"
+#include "merge.cuh"
+#include "ptx.cuh"
+#include "shared.cuh"
+#include "vector.cuh"
+
+// query heads of this rank
+#ifndef HEADS
+#define HEADS 8
+#endif
+// columns of V, and further columns that only K has; no others are possible
+#ifndef LATENT
+#define LATENT 512
+#endif
+#ifndef ROPE
+#define ROPE 64
+#endif
+// the types of kv_indices and qo_indptr: int or long long
+#ifndef KV_INDEX
+#define KV_INDEX int
+#endif
+#ifndef QO_INDEX
+#define QO_INDEX int
+#endif
+// KV rows of a tile: 32, 48 or 64
+#ifndef TILE
+#define TILE 48
+#endif
+// tiles in shared memory
+#ifndef SLOTS
+#define SLOTS 3
+#endif
+// chunks of 64 columns of Q that stay in registers
+#ifndef HELD
+#define HELD 5
+#endif
+// powers of 2 by which a query row's maximum must grow before its accumulators are rescaled
+#ifndef RESCALE_ABOVE
+#define RESCALE_ABOVE 8
+#endif
+// registers of a thread in each role; together with those of the second values group 512
+#ifndef COPY_REGISTERS
+#define COPY_REGISTERS 32
+#endif
+#ifndef SCORE_REGISTERS
+#define SCORE_REGISTERS 144
+#endif
+#ifndef VALUE_REGISTERS
+#define VALUE_REGISTERS 168
+#endif
+#ifndef COMBINE_THREADS
+#define COMBINE_THREADS 512
+#endif
+// blocks of verify_combine that a multiprocessor has room for
+#ifndef COMBINE_RESIDENT
+#define COMBINE_RESIDENT 2
+#endif
+// splits that a warp of verify_combine has in flight
+#ifndef COMBINE_UNROLL
+#define COMBINE_UNROLL 6
+#endif
+
+namespace {
+
+constexpr int ROW_TILE = 64;
+constexpr int GROUP_THREADS = 128;
+constexpr int THREADS = 4 * GROUP_THREADS;
+constexpr int CHUNK = 64;       // columns of a swizzled block
+constexpr int ROW_BYTES = 128;  // of a row in it
+constexpr int CHUNKS = (LATENT + ROPE) / CHUNK;
+constexpr int VALUE_CHUNKS = LATENT / CHUNK;
+constexpr int PIECE = 8;  // elements of a 16-byte access
+constexpr int MAX_WORDS = 4;
+constexpr int MASK_WORDS = MAX_WORDS + 1;  // and a clear one
+constexpr int TOKENS = ROW_TILE / 8;       // most of a row tile
+
+constexpr int BLOCK_BYTES = TILE * ROW_BYTES;  // a chunk of a KV tile
+constexpr int TILE_BYTES = CHUNKS * BLOCK_BYTES;
+constexpr int QUERY_BYTES = ROW_TILE * ROW_BYTES;  // a chunk of the queries
+constexpr int K_STEPS = TILE / 16;                 // of P V
+constexpr int STEP_BYTES = GROUP_THREADS * 16;     // of the probabilities of one such step
+constexpr int GIVEN_BYTES = K_STEPS * STEP_BYTES + GROUP_THREADS * 8;
+constexpr int COPY_ROWS = GROUP_THREADS / 8;  // that the copy group fetches at once
+
+// In shared memory, from a multiple of 1,024 bytes on.
+constexpr int QUERIES_AT = SLOTS * TILE_BYTES;  // the chunks that are not held
+constexpr int GIVEN_AT = QUERIES_AT + (CHUNKS - HELD) * QUERY_BYTES;
+constexpr int MASKS_AT = GIVEN_AT + 2 * GIVEN_BYTES;
+constexpr int BARRIERS_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
+constexpr int FULL = 0;              // a ring slot holds a tile: COPY threads
+constexpr int FREE = FULL + SLOTS;   // it has been used up: the 8 warps that multiply with V
+constexpr int GIVEN = FREE + SLOTS;  // probabilities are in a buffer: 4 warps
+constexpr int TAKEN = GIVEN + 2;     // they have been loaded: 8 warps
+constexpr int ASKED = TAKEN + 2;     // the queries in shared memory have been used: 4 warps
+constexpr int BARRIERS = ASKED + 1;
+constexpr int SHARED_BYTES = 1024 + BARRIERS_AT + BARRIERS * 8;
+
+static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups for these columns");
+static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
+static_assert(TILE == 32 || TILE == 48 || TILE == 64, "products are written for these");
+static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
+              "the held chunks of Q come through a slot of the ring");
+static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");
+static_assert(SHARED_BYTES <= 232448, "what a block of sm_90 can have");
+static_assert(COMBINE_THREADS == 256 || COMBINE_THREADS == 512,
+              "warps divide the units of a row tile evenly");
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr unsigned ALL = 0xffffffffu;
+
+using bits16 = unsigned short;
+using word64 = unsigned long long;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// A place in the ring and the parity of its present phase.
+struct Turn {
+    int slot = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        slot += 1;
+        if (slot == SLOTS) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Shared memory by address.
+struct Room {
+    unsigned base;
+
+    __device__ __forceinline__ unsigned barrier(int number) const {
+        return base + BARRIERS_AT + number * 8;
+    }
+    __device__ __forceinline__ unsigned tile(int slot) const { return base + slot * TILE_BYTES; }
+    __device__ __forceinline__ unsigned given(int buffer) const {
+        return base + GIVEN_AT + buffer * GIVEN_BYTES;
+    }
+};
+
+// Where the plan and the bounds are. Not __restrict__: an item is read again where it is needed, since
+// registers are for operands.
+struct Plan {
+    const int* work;
+    const int* kv_indptr;
+    const QO_INDEX* qo_indptr;
+};
+
+// An entry of the work as the plan wrote it.
+struct Entry {
+    int2 tile;   // request, row tile
+    int2 range;  // of the prefix
+    int2 piece;  // slot, splits
+
+    __device__ __forceinline__ Entry(const Plan& plan, int number) {
+        const int2* given = reinterpret_cast<const int2*>(plan.work + number * 6ll);
+        tile = given[0];
+        range = given[1];
+        piece = given[2];
+    }
+};
+
+// What belongs to one request.
+struct Bounds {
+    int first_index;
+    int end_index;
+    int first_token;
+    int end_token;
+
+    __device__ __forceinline__ Bounds(const Plan& plan, int request)
+        : first_index(plan.kv_indptr[request]),
+          end_index(plan.kv_indptr[request + 1]),
+          first_token(static_cast<int>(plan.qo_indptr[request])),
+          end_token(static_cast<int>(plan.qo_indptr[request + 1])) {}
+};
+
+// One item of the work, and what follows from it.
+struct Item {
+    int row_tile;
+    int slot;    // of the partials; -1: the row tile is in one piece
+    int begin;   // KV positions: rows of the prefix, then of the tree
+    int prefix;  // rows of the prefix
+    int end;
+    int rows;         // query rows of the request
+    int first_token;  // of the request
+    int first_index;  // of its prefix in kv_indices
+
+    __device__ __forceinline__ Item(const Entry& entry, const Bounds& bounds) {
+        const int tokens = bounds.end_token - bounds.first_token;
+        row_tile = entry.tile.y;
+        slot = entry.piece.x;
+        begin = entry.range.x;
+        prefix = bounds.end_index - bounds.first_index;
+        end = entry.range.y == prefix ? prefix + tokens : min(entry.range.y, prefix);
+        rows = tokens * HEADS;
+        first_token = bounds.first_token;
+        first_index = bounds.first_index;
+    }
+
+    __device__ __forceinline__ static Item read(const Plan& plan, int number) {
+        const Entry entry(plan, number);
+        return Item(entry, Bounds(plan, entry.tile.x));
+    }
+
+    __device__ __forceinline__ int tiles() const { return (max(end - begin, 0) + TILE - 1) / TILE; }
+};
+
+// Where the queries are.
+struct QuerySource {
+    const bits16* latent;
+    const bits16* rope;
+    long long stride, head_stride, rope_stride, rope_head_stride;
+};
+
+// Where the KV rows are.
+struct KvRows {
+    const bits16* kv;
+    long long kv_stride;
+    long long num_slots;
+    const KV_INDEX* kv_indices;
+    const bits16* draft_kv;
+    long long draft_stride;
+    const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
+};
+
+// The row at one KV position: looked up first, found later, so that nobody waits for the index.
+struct Row {
+    KV_INDEX prefix_slot;
+    long long tree_slot;
+
+    __device__ __forceinline__ void look_up(const KvRows& source, const Item& item, int position) {
+        const int node = position - item.prefix;
+        if (position < item.end && node < 0) {
+            prefix_slot = source.kv_indices[item.first_index + position];
+        } else if (position < item.end && source.out_cache_loc != nullptr) {
+            tree_slot = source.out_cache_loc[item.first_token + node];
+        }
+    }
+
+    // Its address, which is a multiple of 16, 0 for a slot outside the pool. Past the end of the
+    // item it is that of any row, and odd.
+    __device__ __forceinline__ word64 find(const KvRows& source, const Item& item,
+                                           int position) const {
+        const int node = position - item.prefix;
+        if (position >= item.end) {
+            return reinterpret_cast<word64>(source.kv) | 1;
+        }
+        if (node >= 0 && source.out_cache_loc == nullptr) {
+            return reinterpret_cast<word64>(source.draft_kv +
+                                            (item.first_token + node) * source.draft_stride);
+        }
+        const long long slot = node < 0 ? static_cast<long long>(prefix_slot) : tree_slot;
+        const bool inside = slot >= 0 && slot < source.num_slots;
+        return inside ? reinterpret_cast<word64>(source.kv + slot * source.kv_stride) : 0;
+    }
+};
+
+// ---- copy -----------------------------------------------------------------------------------
+
+// Starts the copies of an item's queries: chunks 0 to HELD - 1 into `held`, the others behind it.
+__device__ __forceinline__ void copy_queries(const QuerySource& source, const Item& item,
+                                             unsigned held, unsigned others, int thread) {
+    const int sub = thread % 8;
+    const unsigned place = thread / 8 * ROW_BYTES + ((sub ^ (thread / 8 % 8)) << 4);
+#pragma unroll
+    for (int part = 0; part < ROW_TILE / COPY_ROWS; ++part) {
+        const int flat = item.row_tile * ROW_TILE + part * COPY_ROWS + thread / 8;
+        const bool present = flat < item.rows;
+        const long long token = item.first_token + (present ? flat / HEADS : 0);
+        const int head = present ? flat % HEADS : 0;
+        const bits16* latent =
+            source.latent + token * source.stride + head * source.head_stride + sub * PIECE;
+        const bits16* rope =
+            source.rope + token * source.rope_stride + head * source.rope_head_stride + sub * PIECE;
+        const unsigned to = place + part * COPY_ROWS * ROW_BYTES;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            hopper::copy16(chunk < HELD ? held + chunk * QUERY_BYTES + to
+                                        : others + (chunk - HELD) * QUERY_BYTES + to,
+                           chunk < VALUE_CHUNKS ? latent + chunk * CHUNK : rope, present ? 16 : 0);
+        }
+    }
+}
+
+// Starts the copy of this thread's pieces of the row at an address that `Row::find` gave.
+__device__ __forceinline__ void copy_row(word64 address, unsigned to, int sub) {
+    if (address != 0) {
+        const unsigned char* from =
+            reinterpret_cast<const unsigned char*>(address & ~1ull) + sub * 16;
+        const int bytes = address & 1 ? 0 : 16;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            hopper::copy16(to + chunk * BLOCK_BYTES, from + chunk * ROW_BYTES, bytes);
+        }
+    } else {
+        // Scores become NaN by the columns that only K has. Those of V are 0: a query row that
+        // does not see this one adds 0 times it.
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const unsigned bits = chunk < VALUE_CHUNKS ? 0 : ALL;
+            hopper::store16(to + chunk * BLOCK_BYTES, make_uint4(bits, bits, bits, bits));
+        }
+        __threadfence_block();  // before this thread's arrival
+    }
+}
+
+// A warp copies TILE / 4 rows of each tile, eight lanes a row; that many lanes look up one row each.
+__device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item item,
+                                           const QuerySource& queries, const KvRows& source,
+                                           Room room, int thread) {
+    const int lane = thread % 32;
+    const int sub = thread % 8;
+    const unsigned place = thread / 8 * ROW_BYTES + ((sub ^ (thread / 8 % 8)) << 4);
+    const int own_row = thread / 32 * 4 + lane % 4 + lane / 4 * COPY_ROWS;
+    Turn turn;
+    int asked = 0;  // the parity to wait for
+#pragma unroll 1
+    for (int number = share.x; number < share.y; number += share.z) {
+        if (number != share.x) {
+            item = Item::read(plan, number);
+        }
+        int position = lane < TILE / 4 ? item.begin + own_row : item.end;
+        Row row;
+        row.look_up(source, item, position);
+        if (number != share.x) {  // the first queries are copied by others
+            hopper::wait(room.barrier(ASKED), asked);
+            asked ^= 1;
+            hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
+            copy_queries(queries, item, room.tile(turn.slot), room.base + QUERIES_AT, thread);
+            hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
+        }
+        turn.advance();
+#pragma unroll 1
+        for (int left = item.tiles(); left > 0; --left) {
+            const word64 own = row.find(source, item, position);
+            position = min(position, item.end) + TILE;
+            row.look_up(source, item, position);
+            hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
+            const unsigned to = room.tile(turn.slot) + place;
+#pragma unroll
+            for (int i = 0; i < TILE / COPY_ROWS; ++i) {
+                copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES,
+                         sub);
+            }
+            hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
+            turn.advance();
+        }
+    }
+    hopper::wait_for_copies();
+}
+
+// ---- scores ---------------------------------------------------------------------------------
+
+// Bits `offset` to offset + 63 of a mask of MASK_WORDS words, the last of which is clear. Those
+// before its first bit are clear, too.
+__device__ __forceinline__ word64 window(const word64* mask, int offset) {
+    if (offset < 0) {
+        return offset > -64 ? mask[0] << -offset : 0;
+    }
+    const int word = offset / 64;
+    const int shift = offset % 64;
+    if (word >= MAX_WORDS) {
+        return 0;
+    }
+    return shift == 0 ? mask[word] : mask[word] >> shift | mask[word + 1] << (64 - shift);
+}
+
+__device__ __forceinline__ word64 lowest(int count) {
+    return count <= 0 ? 0 : count >= 64 ? ~0ull : (1ull << count) - 1;
+}
+
+// The softmax of one query row of a thread, which has a quarter of its columns.
+struct Softmax {
+    float max = minus_infinity();  // log2 domain, the same in all four threads
+    float sum = 0.0f;              // over this thread's columns
+
+    // Takes the largest of this thread's scores of a tile; gives what to subtract from scores, and
+    // the factor for what has been accumulated before.
+    __device__ __forceinline__ void raise(float largest, float scale, float& base, float& factor) {
+        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2)) * scale;
+        factor = 1.0f;
+        if (largest > max + RESCALE_ABOVE) {  // also the first time, from -inf
+            factor = ptx::exp2_approx(max - largest);
+            max = largest;
+            sum *= factor;
+        }
+        base = max == minus_infinity() ? 0.0f : max;
+    }
+
+    // The base-2 log-sum-exp.
+    __device__ __forceinline__ float finish() {
+        sum += __shfl_xor_sync(ALL, sum, 1);
+        sum += __shfl_xor_sync(ALL, sum, 2);
+        return sum != 0.0f ? max + log2f(sum) : minus_infinity();
+    }
+};
+
+using Scores = float[TILE / 2];
+
+// S = Q K^T, started; `held` are the first HELD chunks of Q, the others are at `others`.
+__device__ __forceinline__ void multiply_keys(Scores& s, const unsigned (&held)[HELD * 4][4],
+                                              word64 others, word64 keys) {
+    hopper::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < CHUNKS * 4; ++step) {
+        const int chunk = step / 4;
+        const word64 columns = keys + ((chunk * BLOCK_BYTES + step % 4 * 32) >> 4);
+        if (chunk < HELD) {
+            hopper::wgmma(s, held[step], columns, step > 0);
+        } else {
+            const word64 rows = others + (((chunk - HELD) * QUERY_BYTES + step % 4 * 32) >> 4);
+            hopper::wgmma(s, rows, columns, step > 0);
+        }
+    }
+    hopper::wgmma_commit();
+}
+
+__device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item item, float scale,
+                                            const word64* visible, int words, Room room,
+                                            word64* masks, float* partial_lse, float* lse,
+                                            int thread) {
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    const int row = warp * 16 + lane / 4;  // and row + 8
+    const word64 others = hopper::matrix(room.base + QUERIES_AT, 16);
+    Turn turn;
+    int buffer = 0;
+    int taken = 1;  // the parity to wait for
+#pragma unroll 1
+    for (int number = share.x; number < share.y; number += share.z) {
+        if (number != share.x) {
+            item = Item::read(plan, number);
+        }
+        hopper::sync_warpgroup(1);  // the masks before have been read
+        if (thread < TOKENS * MASK_WORDS) {
+            const int flat = item.row_tile * ROW_TILE + thread / MASK_WORDS * 8;
+            const int word = thread % MASK_WORDS;
+            const bool given = flat < item.rows && word < words;
+            masks[thread] =
+                given ? visible[static_cast<long long>(item.first_token + flat / HEADS) * words +
+                                word]
+                      : 0;
+        }
+        hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+        hopper::proxy_fence();
+        unsigned held[HELD * 4][4];
+        {
+            const int from = warp * 16 + lane % 16;
+#pragma unroll
+            for (int step = 0; step < HELD * 4; ++step) {
+                hopper::load_matrices(
+                    held[step], room.tile(turn.slot) + step / 4 * QUERY_BYTES + from * ROW_BYTES +
+                                    (((step % 4 * 2 + lane / 16) ^ (from % 8)) << 4));
+            }
+            __syncwarp();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(FREE + turn.slot), 2);
+            }
+            turn.advance();
+        }
+        hopper::sync_warpgroup(1);  // the masks are there
+
+        Softmax upper, lower;
+        int waiting = -1;  // the buffer whose probabilities are not handed on yet
+        const int masked_from = min(item.prefix, item.end);
+#pragma unroll 1
+        for (int start = item.begin; start < item.end; start += TILE) {
+            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+            hopper::proxy_fence();
+            Scores x;
+            multiply_keys(x, held, others, hopper::matrix(room.tile(turn.slot), 16));
+            turn.advance();
+            hopper::wgmma_wait<0>();
+            if (waiting >= 0 && lane == 0) {
+                hopper::arrive(room.barrier(GIVEN + waiting));
+            }
+            const bool last = start + TILE >= item.end;
+            if (last && lane == 0) {
+                hopper::arrive(room.barrier(ASKED));
+            }
+            if (start + TILE > masked_from) {
+                const word64 prefix = lowest(item.prefix - start);
+                const word64 present = lowest(item.end - start);
+                const int shift = lane % 4 * 2;
+                word64 seen[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const word64* mask = masks + (row / 8 + half) * MASK_WORDS;
+                    seen[half] = ((window(mask, start - item.prefix) | prefix) & present) >> shift;
+                }
+#pragma unroll
+                for (int i = 0; i < TILE / 2; ++i) {
+                    const int bit = i / 4 * 8 + i % 2;
+                    const word64 own = seen[i / 2 % 2];
+                    const unsigned word = static_cast<unsigned>(bit < 32 ? own : own >> 32);
+                    x[i] = word >> (bit % 32) & 1 ? x[i] : minus_infinity();
+                }
+            }
+            float largest[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+            for (int i = 0; i < TILE / 2; ++i) {
+                largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
+            }
+            float base[2];
+            float2 factor;
+            upper.raise(largest[0], scale, base[0], factor.x);
+            lower.raise(largest[1], scale, base[1], factor.y);
+            unsigned p[TILE / 4];
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i += 4) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    x[i + k] = ptx::exp2_approx(fmaf(x[i + k], scale, -base[k / 2]));
+                }
+                upper.sum += x[i] + x[i + 1];
+                lower.sum += x[i + 2] + x[i + 3];
+                p[i / 2] = bf16::pack(x[i], x[i + 1]);
+                p[i / 2 + 1] = bf16::pack(x[i + 2], x[i + 3]);
+            }
+            hopper::wait(room.barrier(TAKEN + buffer), taken);
+            const unsigned to = room.given(buffer);
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                hopper::store16(
+                    to + step * STEP_BYTES + thread * 16,
+                    make_uint4(p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]));
+            }
+            hopper::store8(to + K_STEPS * STEP_BYTES + thread * 8, factor);
+            __syncwarp();
+            const bool hold =
+                !last && hopper::has_ended(room.barrier(FULL + turn.slot), turn.parity);
+            if (!hold && lane == 0) {
+                hopper::arrive(room.barrier(GIVEN + buffer));
+            }
+            waiting = hold ? buffer : -1;
+            taken ^= buffer;
+            buffer ^= 1;
+        }
+        if (item.end <= item.begin && lane == 0) {
+            hopper::arrive(room.barrier(ASKED));
+        }
+        const float sums[2] = {upper.finish(), lower.finish()};
+        const Item done = Item::read(plan, number);
+        if (lane % 4 == 0 && share.w < 2) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int flat = done.row_tile * ROW_TILE + row + half * 8;
+                if (flat < done.rows && done.slot < 0) {
+                    lse[static_cast<long long>(done.first_token) * HEADS + flat] =
+                        sums[half] * LN_2;
+                } else if (flat < done.rows) {
+                    partial_lse[done.slot * static_cast<long long>(ROW_TILE) + row + half * 8] =
+                        sums[half];
+                }
+            }
+        }
+    }
+}
+
+// ---- values ---------------------------------------------------------------------------------
+
+// Sums of the probabilities of two query rows as they were rounded for the product.
+__device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
+    sum.x += bf16::first(p.x) + bf16::second(p.x) + (bf16::first(p.z) + bf16::second(p.z));
+    sum.y += bf16::first(p.y) + bf16::second(p.y) + (bf16::first(p.w) + bf16::second(p.w));
+}
+
+// `PARTS` times 128 columns of V from chunk `first_chunk` on.
+template <int PARTS>
+__device__ __forceinline__ void value_items(const Plan& plan, int4 share, int tiles,
+                                            int first_chunk, Room room, bits16* partial_out,
+                                            bits16* out, long long out_stride, int thread) {
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    Turn turn;
+    int buffer = 0;
+    int given = 0;  // the parity to wait for
+#pragma unroll 1
+    for (int number = share.x; number < share.y; number += share.z) {
+        turn.advance();  // the queries
+        if (number != share.x) {
+            tiles = Item::read(plan, number).tiles();
+        }
+        float o[PARTS][64];
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile) {
+            hopper::wait(room.barrier(GIVEN + buffer), given);
+            const unsigned from = room.given(buffer);
+            unsigned p[K_STEPS][4];
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                const uint4 four = hopper::load16(from + step * STEP_BYTES + thread * 16);
+                p[step][0] = four.x;
+                p[step][1] = four.y;
+                p[step][2] = four.z;
+                p[step][3] = four.w;
+            }
+            const float2 factor = hopper::load8(from + K_STEPS * STEP_BYTES + thread * 8);
+            __syncwarp();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(TAKEN + buffer));
+            }
+            given ^= buffer;
+            buffer ^= 1;
+            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+            hopper::proxy_fence();
+            if (__any_sync(ALL, factor.x != 1.0f || factor.y != 1.0f)) {
+                sum.x *= factor.x;
+                sum.y *= factor.y;
+                if (tile > 0) {
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                        for (int i = 0; i < 64; ++i) {
+                            o[part][i] *= i / 2 % 2 == 0 ? factor.x : factor.y;
+                        }
+                    }
+                }
+            }
+            const word64 values =
+                hopper::matrix(room.tile(turn.slot) + first_chunk * BLOCK_BYTES, BLOCK_BYTES);
+            hopper::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    hopper::wgmma_transposed(
+                        o[part], p[step],
+                        values + ((step * 16 * ROW_BYTES + part * 2 * BLOCK_BYTES) >> 4),
+                        tile > 0 || step > 0);
+                }
+            }
+            hopper::wgmma_commit();
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                add_rounded(sum, make_uint4(p[step][0], p[step][1], p[step][2], p[step][3]));
+            }
+            hopper::wgmma_wait<0>();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(FREE + turn.slot));
+            }
+            turn.advance();
+        }
+        sum.x += __shfl_xor_sync(ALL, sum.x, 1);
+        sum.y += __shfl_xor_sync(ALL, sum.y, 1);
+        sum.x += __shfl_xor_sync(ALL, sum.x, 2);
+        sum.y += __shfl_xor_sync(ALL, sum.y, 2);
+        const float scale_x = sum.x != 0.0f ? 1.0f / sum.x : 0.0f;
+        const float scale_y = sum.y != 0.0f ? 1.0f / sum.y : 0.0f;
+        const Item item = Item::read(plan, number);
+        const int row = warp * 16 + lane / 4;
+        if (item.slot >= 0) {
+            uint4* to = reinterpret_cast<uint4*>(partial_out) +
+                        item.slot * static_cast<long long>(ROW_TILE * LATENT / PIECE) +
+                        first_chunk / 4 * GROUP_THREADS + first_chunk % 4 * 4 * 2 * GROUP_THREADS +
+                        thread;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int i = 0; i < 64; i += 8) {
+                    const float (&v)[64] = o[part];
+                    store128(to + (part * 8 + i / 8) * 2 * GROUP_THREADS,
+                             make_uint4(bf16::pack(v[i] * scale_x, v[i + 1] * scale_x),
+                                        bf16::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
+                                        bf16::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
+                                        bf16::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
+                }
+            }
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int flat = item.row_tile * ROW_TILE + row + half * 8;
+                if (flat < item.rows) {
+                    const float scale = half == 0 ? scale_x : scale_y;
+                    bits16* to =
+                        out + static_cast<long long>(item.first_token + flat / HEADS) * out_stride +
+                        flat % HEADS * LATENT + first_chunk * CHUNK + lane % 4 * 2;
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                        for (int i = 0; i < 64; i += 4) {
+                            const float (&v)[64] = o[part];
+                            *reinterpret_cast<unsigned*>(to + part * 128 + i * 2) =
+                                bf16::pack(v[i + half * 2] * scale, v[i + half * 2 + 1] * scale);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Computes every item of the plan.
+//
+// Launch: num_ctas blocks, as many as the plan was made for; block c takes the items cta_work[c]
+// names. Request, row tile, range, slot and count of an item are the plan's word and not judged
+// again. Rows of `out` and `lse` that belong to row tiles in one piece are written, and all rows of
+// the partial slots that belong to a query; `lse` is -inf and `out` 0 where nothing is seen.
+// Strides count elements, from token to token, head to head, slot to slot. The trees' rows are in
+// `draft_kv`, or where that is None, in the slots `out_cache_loc`. Words of `visible` that are not
+// there count as clear.
+//
+// It may be launched before the kernel in front of it has ended, and waits before it reads anything.
+//
+// @kernel verify_partials
+// @arch sm_90a
+// @early
+// @param q_latent read bf16 [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
+// @param q_rope read bf16 [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
+// @param q_stride           value   int64                   multiple of 8
+// @param q_head_stride      value   int64                   multiple of 8
+// @param rope_stride      value   int64                   multiple of 8
+// @param rope_head_stride value   int64                   multiple of 8
+// @param sm_scale           value   fp32                    factor on the scores, positive
+// @param kv read bf16 [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
+// @param kv_stride          value   int64                   multiple of 8
+// @param num_slots          value   int64                   slots of the pool
+// @param kv_indptr          read    int32 [bounds]          bounds of each prefix in kv_indices
+// @param kv_indices         read    KV_INDEX [*]            slots of the prefixes
+// @param draft_kv?          read    bf16 [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
+// @param draft_stride       value   int64                   multiple of 8
+// @param out_cache_loc?     read    int64 [tokens]          slots of the trees
+// @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
+// @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
+// @param words value int32  1 to 4
+// @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
+// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, share
+// @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_lse        scratch fp32 [slots, 64]        base 2
+// @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out_stride         value   int64                   multiple of 8
+// @param lse                write   fp32 [tokens, HEADS]    natural logarithm
+// @block 512
+// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 16 * SLOTS + 40 + 1024
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
+                    long long q_stride, long long q_head_stride, long long rope_stride,
+                    long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
+                    long long kv_stride, long long num_slots, const int* kv_indptr,
+                    const KV_INDEX* __restrict__ kv_indices, const bits16* __restrict__ draft_kv,
+                    long long draft_stride, const long long* __restrict__ out_cache_loc,
+                    const QO_INDEX* qo_indptr, const word64* __restrict__ visible, int words,
+                    const int* work, const int* __restrict__ cta_work,
+                    bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                    bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
+    DYNAMIC_SHARED(cursor);
+    const unsigned start = hopper::shared_address(cursor);
+    const Room room = {(start + 1023) & ~1023u};
+    word64* masks = reinterpret_cast<word64*>(cursor + (room.base - start) + MASKS_AT);
+    const int thread = static_cast<int>(threadIdx.x) % GROUP_THREADS;
+    const int group = __shfl_sync(ALL, static_cast<int>(threadIdx.x) / GROUP_THREADS, 0);
+
+    if (threadIdx.x == THREADS - 1) {
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            hopper::barrier_init(room.barrier(FULL + slot), GROUP_THREADS);
+            hopper::barrier_init(room.barrier(FREE + slot), 8);
+        }
+        for (int buffer = 0; buffer < 2; ++buffer) {
+            hopper::barrier_init(room.barrier(GIVEN + buffer), 4);
+            hopper::barrier_init(room.barrier(TAKEN + buffer), 8);
+        }
+        hopper::barrier_init(room.barrier(ASKED), 4);
+        hopper::barrier_init_done();
+    }
+    __syncthreads();
+    hopper::wait_for_dependency();
+    hopper::launch_dependents();  // not before: they read the plan, too, which may just be made
+    const int4 share = reinterpret_cast<const int4*>(cta_work)[blockIdx.x];
+    const Plan plan = {work, kv_indptr, qo_indptr};
+    // What a block needs first is read at once, if it can be guessed: one read after the other would
+    // cost a short step as much as its rows. With one request, the guesses are right.
+    const int number = static_cast<int>(blockIdx.x);
+    const Entry whole(plan, number);
+    const Entry half(plan, number / 2);
+    const Bounds zeroth(plan, 0);
+    if (share.x >= share.y) {
+        return;
+    }
+    const Entry entry = share.x == number       ? whole
+                        : share.x == number / 2 ? half
+                                                : Entry(plan, share.x);
+    const Item first(entry, entry.tile.x == 0 ? zeroth : Bounds(plan, entry.tile.x));
+
+    const QuerySource queries = {q_latent,      q_rope,      q_stride,
+                                 q_head_stride, rope_stride, rope_head_stride};
+    if (group == 0) {
+        hopper::give_registers<COPY_REGISTERS>();
+        const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
+                               draft_kv, draft_stride, out_cache_loc};
+        copy_items(plan, share, first, queries, source, room, thread);
+    } else if (group == 1) {
+        hopper::take_registers<SCORE_REGISTERS>();
+        score_items(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks, partial_lse,
+                    lse, thread);
+    } else {
+        hopper::take_registers<VALUE_REGISTERS>();
+        const int part = group - 2;
+        if (part == 1) {
+            // It has nothing else to do yet, and KV rows need not wait.
+            copy_queries(queries, first, room.tile(0), room.base + QUERIES_AT, thread);
+            hopper::arrive_after_copies(room.barrier(FULL));
+        }
+        if (share.w == 0) {
+            value_items<2>(plan, share, first.tiles(), part * 4, room, partial_out, out, out_stride,
+                           thread);
+        } else {
+            value_items<1>(plan, share, first.tiles(), (share.w - 1) * 4 + part * 2, room,
+                           partial_out, out, out_stride, thread);
+        }
+    }
+}
+
+namespace {
+
+// What a lane of verify_combine has of two query rows: the weighted mean of 4 columns of each.
+struct Mean {
+    float max;  // log2 domain; -inf before the first piece that counts
+    float weight;
+    float value[4];
+
+    __device__ __forceinline__ void clear() {
+        max = minus_infinity();
+        weight = value[0] = value[1] = value[2] = value[3] = 0.0f;
+    }
+
+    // Prepares for pieces of weight up to 2^largest.
+    __device__ __forceinline__ void raise(float largest) {
+        if (largest > max) {
+            const float factor = ptx::exp2_approx(max - largest);
+            max = largest;
+            weight *= factor;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                value[i] *= factor;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add(float log_weight, unsigned first, unsigned second) {
+        const float factor =
+            log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
+        weight += factor;
+        value[0] = fmaf(factor, bf16::first(first), value[0]);
+        value[1] = fmaf(factor, bf16::second(first), value[1]);
+        value[2] = fmaf(factor, bf16::first(second), value[2]);
+        value[3] = fmaf(factor, bf16::second(second), value[3]);
+    }
+};
+
+// What a lane of a unit has of the partials of a row tile.
+struct Place {
+    int piece;
+    int row;     // and the 8th behind it
+    int column;  // and the next, and both of the 8th behind it
+
+    __device__ __forceinline__ Place(int unit, int lane) {
+        const int owner = unit % 8;  // of the eight warps of the values groups
+        piece = unit * 32 + lane;
+        row = owner % 4 * 16 + lane / 4;
+        column = owner / 4 * 256 + unit / 8 * 16 + lane % 4 * 2;
+    }
+};
+
+}  // namespace
+
+// Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
+//
+// Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
+// of 16 bytes are a unit, of which a row tile has 128. As many warps share a unit as it takes to have
+// all splits in flight at once, so a block takes several units of a row tile with few splits. It may
+// be launched before verify_partials has ended, and waits before it reads what that kernel writes.
+//
+// @kernel verify_combine
+// @arch sm_90a
+// @early
+// @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_lse    read   fp32 [slots, 64]      base 2
+// @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
+// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param tiles          value  int32                 most row tiles that can be cut
+// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
+// @param out            update bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out_stride     value  int64                 multiple of 8
+// @param lse            update fp32 [tokens, HEADS]  natural logarithm
+// @block COMBINE_THREADS
+// @shared 4 * (tiles + 1)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
+    verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
+                   const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
+                   int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                   long long out_stride, float* __restrict__ lse) {
+    constexpr int WARPS = COMBINE_THREADS / 32;
+    constexpr int PIECES = ROW_TILE * LATENT / PIECE;
+    constexpr int UNITS = PIECES / 32;
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, int, starts, tiles + 1);
+    SHARED_ARRAY(float, means, [WARPS][2][6][32]);
+    SHARED_ARRAY(int, scratch, [block::MAX_WARPS]);
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+
+    const int total =
+        merge::lay_out(starts, combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL, scratch);
+    hopper::wait_for_dependency();
+
+    for (int turn = blockIdx.x; turn < total; turn += gridDim.x) {
+        const int tile = merge::tile_of(starts, tiles, turn);
+        const int begin = combine_indptr[tile];
+        const int end = combine_indptr[tile + 1];
+        const int request = combine_tiles[2 * tile];
+        const int first_row = combine_tiles[2 * tile + 1] * ROW_TILE;
+        const long long first_token = static_cast<long long>(qo_indptr[request]);
+        const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * HEADS;
+        const int sharing = merge::sharers(end - begin, WARPS, COMBINE_UNROLL);
+        const int first_unit = (turn - starts[tile]) * (WARPS / sharing);
+        const Place own(first_unit + warp / sharing, lane);
+        const uint4* pieces = reinterpret_cast<const uint4*>(partial_out) + own.piece;
+
+        Mean mean[2];
+        mean[0].clear();
+        mean[1].clear();
+        for (int slot = begin + warp % sharing; slot < end; slot += sharing * COMBINE_UNROLL) {
+            float weights[COMBINE_UNROLL][2];
+            uint4 values[COMBINE_UNROLL];
+#pragma unroll
+            for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                weights[k][0] = weights[k][1] = minus_infinity();
+                values[k] = make_uint4(0, 0, 0, 0);
+                const int from = slot + k * sharing;  // of less than 4,096 slots
+                if (from < end) {
+                    weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + own.row);
+                    weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + own.row + 8);
+                    values[k] = __ldcg(pieces + from * PIECES);
+                }
+            }
+            float largest[2] = {weights[0][0], weights[0][1]};
+#pragma unroll
+            for (int k = 1; k < COMBINE_UNROLL; ++k) {
+                largest[0] = fmaxf(largest[0], weights[k][0]);
+                largest[1] = fmaxf(largest[1], weights[k][1]);
+            }
+            mean[0].raise(largest[0]);
+            mean[1].raise(largest[1]);
+#pragma unroll
+            for (int k = 0; k < COMBINE_UNROLL; ++k) {
+                mean[0].add(weights[k][0], values[k].x, values[k].z);
+                mean[1].add(weights[k][1], values[k].y, values[k].w);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            means[warp][half][4][lane] = mean[half].max;
+            means[warp][half][5][lane] = mean[half].weight;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                means[warp][half][i][lane] = mean[half].value[i];
+            }
+        }
+        __syncthreads();
+        // A warp for each pair of columns of each of a unit's two rows.
+        for (int task = warp; task < WARPS / sharing * 4; task += WARPS) {
+            const int half = task % 2;
+            const int pair = task / 2 % 2;
+            const Place place(first_unit + task / 4, lane);
+            const float (*shares)[2][6][32] = means + task / 4 * sharing;
+            const int row = first_row + place.row + half * 8;
+            float largest = minus_infinity();
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                if (other < sharing) {
+                    largest = fmaxf(largest, shares[other][half][4][lane]);
+                }
+            }
+            float weight = 0.0f;
+            float value[2] = {};
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) {
+                if (other < sharing) {
+                    const float max = shares[other][half][4][lane];
+                    const float factor =
+                        max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+                    weight = fmaf(factor, shares[other][half][5][lane], weight);
+                    value[0] = fmaf(factor, shares[other][half][2 * pair][lane], value[0]);
+                    value[1] = fmaf(factor, shares[other][half][2 * pair + 1][lane], value[1]);
+                }
+            }
+            if (row < rows) {
+                const bool sees = weight != 0.0f;
+                const float inverse = sees ? 1.0f / weight : 0.0f;
+                const int column = place.column + pair * 8;
+                bits16* to =
+                    out + (first_token + row / HEADS) * out_stride + row % HEADS * LATENT + column;
+                *reinterpret_cast<unsigned*>(to) =
+                    bf16::pack(value[0] * inverse, value[1] * inverse);
+                if (column == 0) {
+                    lse[first_token * HEADS + row] =
+                        sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
+                }
+            }
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,225 @@
+"""The texts that attend: which one is chosen, what each takes, and that all of them are right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuverify
+from cuverify.compile import ARCHITECTURES, max_shared_bytes
+from cuverify.contract import limited_to
+from cuverify.errors import ArgumentError, CompileError, LaunchError
+from cuverify.ops.verify_attention import verify_attention_kernels
+from cuverify.resources import survey
+from cuverify.strategies import examples, verify_batches
+from cuverify.verify_batch import VerifyBatch
+from cuverify.verify_variants import VARIANTS, VariantName, choose_variant, variant_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_steps import FINE, VerifyStep, batch_of, bf16, dense
+
+gpu = pytest.mark.gpu
+HALVES = {**FINE, "HALVES_ROWS": 1 << 20}
+REAL = {"latent": 512, "rope": 64}
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "columns", "scale", "variant"),
+    [
+        ((9, 0), (512, 64), 0.07, "sm90"),
+        ((9, 0), (512, 64), -0.07, "portable"),
+        ((9, 0), (512, 64), 0.0, "portable"),
+        ((9, 0), (512, 128), 0.07, "portable"),
+        ((9, 0), (64, 16), 0.07, "portable"),
+        ((8, 0), (512, 64), 0.07, "portable"),
+        ((10, 0), (512, 64), 0.07, "portable"),
+        ((12, 0), (512, 64), 0.07, "portable"),
+        (None, (512, 64), 0.07, "portable"),
+    ],
+)
+def test_the_rule(
+    architecture: tuple[int, int] | None,
+    columns: tuple[int, int],
+    scale: float,
+    variant: VariantName,
+) -> None:
+    latent, rope = columns
+    assert choose_variant(architecture, latent=latent, rope=rope, sm_scale=scale) == variant
+    assert VARIANTS[variant].fits(latent, rope, scale)
+
+
+def test_every_gpu_has_a_variant_that_compiles_for_it() -> None:
+    for arch in ARCHITECTURES:
+        number = int(arch.removeprefix("sm_").rstrip("a"))
+        variant = variant_of((number // 10, number % 10))
+        limits = limited_to(verify_attention_kernels(variant)[0].source.text)
+        assert not limits or {arch, f"{arch}a"} & {*limits}
+
+
+def test_a_variant_that_does_not_fit_is_refused() -> None:
+    for batch, says in (
+        (batch_of([20], [9]), r"variant='sm90'.*64 \+ 16 columns"),
+        (batch_of([20], [9]), "variant='fast'.*portable, sm90"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            VerifyStep(batch, variant=says.split("'")[1])  # type: ignore[arg-type]
+
+
+# --- a text for one architecture -----------------------------------------------------------------
+
+
+def test_the_host_lane_refuses_it() -> None:
+    with pytest.raises(LaunchError, match="for sm_90a only.*no twins on the host lane"):
+        VerifyStep(batch_of([20], [9], **REAL), variant="sm90")
+
+
+def test_other_architectures_are_refused() -> None:
+    kernel, _ = verify_attention_kernels("sm90")
+    with pytest.raises(ArgumentError, match=r"arch='sm_120'.*for sm_90a"):
+        kernel.compile("sm_120")
+
+
+def test_a_survey_leaves_them_out() -> None:
+    report = survey([verify_attention_kernels("sm90")[0].source], ["sm_80", "sm_90a"])
+    assert {row[1] for row in report.tables[0].rows} == {"sm_90a"}
+    assert report.findings == []
+
+
+def test_its_header_has_no_host_twin() -> None:
+    text = '#include "hopper.cuh"\n// @kernel k\n// @param x write int32 [1]\n'
+    kernel = cuverify.load_kernel(text + 'extern "C" __global__ void k(int* x) { *x = 1; }\n')
+    with pytest.raises(CompileError, match="no twin on the host lane"):
+        kernel(1, 1, np.zeros(1, np.int32))
+
+
+# --- resources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("index", ["int", "long long"])
+def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -> None:
+    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index)
+    for kernel in kernels:
+        cubin = kernel.compile("sm_90a")
+        resources = cubin.resources[kernel.name]
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), resources
+        assert resources.stack_bytes == 0, resources
+        assert cubin.warnings == ()
+        assert "Potential Performance Loss" not in cubin.log
+        shared = kernel.contract.shared
+        values = {**kernel.source.known_values(), **kernel.source.values}
+        numbers = {name: int(value) for name, value in values.items() if str(value).isdigit()}
+        numbers["tiles"] = 132
+        dynamic = 0 if shared is None else shared(numbers)
+        assert resources.static_shared_bytes + dynamic <= max_shared_bytes("sm_90a")
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["portable", "sm90"])
+def variant(request: pytest.FixtureRequest) -> VariantName:
+    """Every variant that this GPU can run."""
+    import torch
+
+    name: VariantName = request.param
+    limits = limited_to(verify_attention_kernels(name)[0].source.text)
+    major, minor = torch.cuda.get_device_capability()
+    if limits and f"sm_{major}{minor}a" not in limits:
+        pytest.skip(f"{name} is for {', '.join(limits)}")
+    return name
+
+
+def assert_right(batch: VerifyBatch, variant: VariantName, **how: Any) -> VerifyStep:
+    step = VerifyStep(batch, "torch-cuda", variant=variant, **how)
+    step()
+    assert step.attention.variant == variant
+    assert step.wrong() == [], batch
+    return step
+
+
+@gpu
+@pytest.mark.parametrize("plan_values", [FINE, HALVES, None], ids=["fine", "halves", "own"])
+def test_real_columns(variant: VariantName, plan_values: dict[str, int] | None) -> None:
+    how = {"plan_values": plan_values}
+    for tree in (1, 8, 9, 33, 64, 65, 256):
+        assert_right(batch_of([300, 37], [tree, 3], **REAL), variant, num_ctas=9, **how)
+    for prefix in (0, 1, 47, 48, 49, 63, 95, 96, 97, 144, 145):
+        assert_right(batch_of([prefix], [5], **REAL), variant, num_ctas=1, **how)
+        assert_right(batch_of([prefix], [70], **REAL), variant, num_ctas=3, **how)
+    for heads in (16, 24, 64, 128):
+        assert_right(batch_of([130, 5], [3, 9], heads=heads, **REAL), variant, **how)
+    for source in ("slots", "separate"):
+        batch = batch_of(
+            [170, 20], [9, 4], draft_source=source, row_gap=8, index_dtype="int64", **REAL
+        )
+        assert_right(batch, variant, gather=True, index=np.int64, num_ctas=132, **how)
+    padded = batch_of([40, 3], [9, 9, 9, 9], padded=2, masks="trees", **REAL)
+    assert_right(padded, variant, num_ctas=2, **how)
+
+
+@gpu
+def test_sharp_rows(variant: VariantName) -> None:
+    for scale, spread in ((1e-6, 1.0), (0.5, 2.0), (0.07, 8.0)):
+        batch = batch_of([900, 50], [9, 17], sm_scale=scale, spread=spread, **REAL)
+        assert_right(batch, variant, num_ctas=5)
+
+
+@gpu
+@pytest.mark.parametrize("slot", [-1, 10**6, -(2**40), 2**62])
+def test_slots_outside_the_pool_are_never_read(variant: VariantName, slot: int) -> None:
+    batch = batch_of([140, 140], [9, 9], index_dtype="int64", **REAL)
+    step = VerifyStep(batch, "torch-cuda", num_ctas=4, variant=variant)
+    step.tensors["kv_indices"][145] = slot  # of the second request's prefix
+    step.tensors["out_cache_loc"][8] = slot  # the first request's last node
+    step()
+    bits, lse = step.outputs()
+    sees = np.array([int(row[0]) >> 8 & 1 for row in batch.visible()[:9]], bool)
+    blind_to_it = np.isfinite(lse).all(axis=1)
+    np.testing.assert_array_equal(~blind_to_it[:9], sees)
+    assert not blind_to_it[9:].any()
+    np.testing.assert_array_equal(np.isnan(bf16(bits)).any(axis=(1, 2)), ~blind_to_it)
+    right = dense(batch)
+    near = np.abs(bf16(bits)[blind_to_it] - right.out[blind_to_it])
+    assert (near <= 0.02 * right.magnitude[blind_to_it]).all()
+
+
+@gpu
+@pytest.mark.parametrize("plan_values", [FINE, HALVES], ids=["fine", "halves"])
+def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[str, int]) -> None:
+    batch = batch_of([3000, 500, 0, 70], [17, 17, 17, 17], **REAL)
+    step = assert_right(batch, variant, num_ctas=100, plan_values=plan_values)
+    first = step.outputs()
+    for _ in range(20):
+        step.poison()
+        step()
+        for one, other in zip(first, step.outputs(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@gpu
+@examples(60)
+@given(
+    batch=verify_batches(
+        max_requests=6, max_seq_len=2000, max_tree_tokens=140, widths=((512, 64),)
+    ),
+    num_ctas=st.sampled_from([1, 7, 132]),
+    plan_values=st.sampled_from([FINE, HALVES, None]),
+)
+def test_drawn_batches_on_hopper(
+    batch: VerifyBatch, num_ctas: int, plan_values: dict[str, int] | None
+) -> None:
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    assert_right(batch, "sm90", num_ctas=num_ctas, plan_values=plan_values)
