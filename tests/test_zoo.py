@@ -388,6 +388,20 @@ def test_a_report_shows_the_line_and_names_causes_first() -> None:
     assert [line_at(place) for place in (None, "", "x", "x.py:", "no_such.py:3")] == [""] * 5
 
 
+def test_the_childs_own_file_is_no_place() -> None:
+    from cuverify.validators import child, places
+
+    # python -m names the module __main__
+    code = compile("import sys\nframe = sys._getframe()", str(child.__file__), "exec")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    assert places.is_library(names["frame"])
+    code = compile("import sys\nframe = sys._getframe()", "step.py", "exec")
+    names = {"__name__": "__main__"}
+    exec(code, names)
+    assert not places.is_library(names["frame"])
+
+
 def test_a_run_sends_what_it_has_found_before_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuverify.validators import api
     from cuverify.validators.observations import CaptureSeen, Fault
