@@ -348,9 +348,7 @@ def zoo(
     mutants, not_run = run.judgeable(mutants)
     with _progress() as progress:
         runs = run.run_zoo(mutants, jobs=jobs, progress=progress)
-    from cuverify.env import inspect
-
-    report = rates.report(runs, not_run=not_run, environment=inspect().versions)
+    report = rates.report(runs, not_run=not_run, environment=run.versions())
     return _finish(report, json_file, html_file)
 
 

@@ -240,7 +240,9 @@ def test_the_report_names_what_went_wrong() -> None:
         a_run(PLAIN, False, ("CV606", "x.py:1")),
         a_run(PLACED, False),
     ]
-    report = rates.report(runs, not_run={"gone": "cupti is not installed"})
+    report = rates.report(
+        runs, not_run={"gone": "cupti is not installed"}, environment={"torch": "2.11"}
+    )
     assert not report.ok
     assert sorted(finding.rule for finding in report.findings) == [
         "zoo-false-alarm",
@@ -249,7 +251,8 @@ def test_the_report_names_what_went_wrong() -> None:
         "zoo-unforeseen",
         "zoo-wrong-line",
     ]
-    totals, by_rule = report.tables
+    totals, by_rule, versions = report.tables
+    assert list(versions.rows) == [("torch", "2.11")]
     assert totals.rows == [
         ("mutants, caught by their rule", 2, 0, 0.0),
         ("twins, accused by any rule", 2, 1, 50.0),
