@@ -333,7 +333,7 @@ def compile_command(
     "--picture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    callback=_json_target,
+    callback=_target,
     help="Draw times and the roofline into FILE, .svg or .png; needs matplotlib.",
 )
 @_json_option
@@ -439,9 +439,7 @@ def zoo(
     mutants, not_run = run.judgeable(mutants)
     with _progress() as progress:
         runs = run.run_zoo(mutants, jobs=jobs, progress=progress)
-    from cuverify.env import inspect
-
-    report = rates.report(runs, not_run=not_run, environment=inspect().versions)
+    report = rates.report(runs, not_run=not_run, environment=run.versions())
     return _finish(report, json_file, html_file)
 
 
@@ -530,7 +528,7 @@ def verify(json_file: Path | None) -> int:
 
 @evidence.command("picture")
 @click.argument(
-    "file", type=click.Path(dir_okay=False, path_type=Path), callback=_json_target, metavar="FILE"
+    "file", type=click.Path(dir_okay=False, path_type=Path), callback=_target, metavar="FILE"
 )
 @click.option("--gpu", help="Part of the GPU's name; the first that was recorded when absent.")
 def picture_command(file: Path, gpu: str | None) -> int:

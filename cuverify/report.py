@@ -27,6 +27,7 @@ Status = Literal["inspected", "not inspected"]
 
 _SEVERITIES = ("error", "warning")
 _STATUSES = ("inspected", "not inspected")
+_SAID = 4  # letters that do not stand in a sentence by chance
 _TEXT_WIDTH = 120  # of a view that no terminal limits
 
 
@@ -446,6 +447,8 @@ def _finding(finding: Finding, told: set[str | None]) -> RenderableType:
     text.append(finding.severity, style=style)
     text.append(f" [{finding.rule}]: {finding.message}")
     for key, value in plain(finding.evidence, "evidence").items():
+        if isinstance(value, str) and len(value) >= _SAID and value in finding.message:
+            continue  # the sentence has said it
         words = f" {shown(value)}"
         if "\n" in words:  # an excerpt and its caret keep their columns
             words = "".join(f"\n        {line}" for line in words[1:].splitlines())

@@ -423,6 +423,8 @@ def test_tensors_are_found_wherever_a_step_keeps_them(monkeypatch: pytest.Monkey
     assert found_array[0] == "step.array"
     assert reach.address_of(array) == (array.ctypes.data, 12)
     assert reach.address_of(inner) == (inner.data_ptr(), 8)
+    pointer = SimpleNamespace(ptr=108, mem=SimpleNamespace(ptr=100, size=64))
+    assert reach.address_of(pointer) == (108, 56)
     assert tensors_reached(lambda: array) == {}
     assert set(tensors_reached(holder.__call__)) >= {"step.plan", "step.parts[0]"}
 

@@ -326,6 +326,16 @@ def test_a_fix_is_told_once() -> None:
     assert lines == ["fix: make the stream current", "fix: as above", "fix: launch elsewhere"]
 
 
+def test_evidence_that_the_sentence_holds_is_not_said_again() -> None:
+    report = Report("check")
+    evidence = {"kernel": "affine", "stream": "0x0", "code": "launch(x)", "bytes": 8}
+    report.findings.append(Finding("CV101", "error", "`affine` ran on 0x0: 8", None, evidence))
+    text = report.to_text()
+    assert "kernel:" not in text
+    assert "stream: 0x0" in text and "code: launch(x)" in text and "bytes: 8" in text
+    assert "affine" in json.dumps(report.to_json()["findings"][0]["evidence"])
+
+
 def test_text_says_where_to_read_on() -> None:
     report = example()
     assert "cuverify explain" not in report.to_text()

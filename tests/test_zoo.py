@@ -240,7 +240,9 @@ def test_the_report_names_what_went_wrong() -> None:
         a_run(PLAIN, False, ("CV606", "x.py:1")),
         a_run(PLACED, False),
     ]
-    report = rates.report(runs, not_run={"gone": "cupti is not installed"})
+    report = rates.report(
+        runs, not_run={"gone": "cupti is not installed"}, environment={"torch": "2.11"}
+    )
     assert not report.ok
     assert sorted(finding.rule for finding in report.findings) == [
         "zoo-false-alarm",
@@ -249,7 +251,8 @@ def test_the_report_names_what_went_wrong() -> None:
         "zoo-unforeseen",
         "zoo-wrong-line",
     ]
-    totals, by_rule = report.tables
+    totals, by_rule, versions = report.tables
+    assert list(versions.rows) == [("torch", "2.11")]
     assert totals.rows == [
         ("mutants, caught by their rule", 2, 0, 0.0),
         ("twins, accused by any rule", 2, 1, 50.0),
@@ -386,6 +389,20 @@ def test_a_report_shows_the_line_and_names_causes_first() -> None:
     assert str(cause.evidence["code"]).startswith("n = int(length.item())")
     assert "code" not in effect.evidence
     assert [line_at(place) for place in (None, "", "x", "x.py:", "no_such.py:3")] == [""] * 5
+
+
+def test_the_childs_own_file_is_no_place() -> None:
+    from cuverify.validators import child, places
+
+    # python -m names the module __main__
+    code = compile("import sys\nframe = sys._getframe()", str(child.__file__), "exec")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    assert places.is_library(names["frame"])
+    code = compile("import sys\nframe = sys._getframe()", "step.py", "exec")
+    names = {"__name__": "__main__"}
+    exec(code, names)
+    assert not places.is_library(names["frame"])
 
 
 def test_a_run_sends_what_it_has_found_before_each_part(monkeypatch: pytest.MonkeyPatch) -> None:

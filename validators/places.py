@@ -22,6 +22,7 @@ _OUR_STEPS = (
     "cuverify.sglang.",
     "cuverify.validators.zoo.cv",
 )
+_CHILD = str(Path(__file__).with_name("child.py"))
 _DEPTH = 60  # frames that are looked at: a call from deeper inside a library has no place
 
 
@@ -65,6 +66,8 @@ def modules_in(frame: FrameType | None) -> set[str]:
 
 def is_library(frame: FrameType) -> bool:
     """Tell whether a frame's code is a library's, and not the step's."""
+    if frame.f_code.co_filename == _CHILD:  # the module of a child process is called __main__
+        return True
     module = str(frame.f_globals.get("__name__", ""))
     return module.partition(".")[0] in _LIBRARIES and not module.startswith(_OUR_STEPS)
 

@@ -226,6 +226,8 @@ def report(
             ],
         )
     )
+    if environment:
+        result.tables.append(Table("versions", ("part", "version"), list(environment.items())))
     shown = {number for run in runs if run.faulty and run.caught for number in run.mutant.classes}
     result.coverage.append(
         Coverage("failure classes", "inspected", f"{len(shown)} of {CLASSES} shown and caught")

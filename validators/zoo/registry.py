@@ -415,6 +415,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             **_WRONG,
             "CV105": "the captured input is no longer the one that is refilled",
+            "CV306": "no refill writes the captured input",
             "CV401": "the old tensor is gone",
             "CV603": "the eager run reads the other tensor",
             "CV604": "the memory of the old tensor serves others",
@@ -444,16 +445,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "CV305",
         "a generator that the graph does not know",
         classes=(31,),
-        also=_REFUSED,
+        also={**_REFUSED, "CV215": "the capture that fails had allocated"},
         line=True,
     ),
     Mutant(
         "stale_plan",
         "cv3_frozen",
         "CV306",
-        "the next plan is written to the eager buffer",
+        "the plan is made in eager calls only",
         classes=(28,),
-        also=_WRONG,
+        also={
+            **_WRONG,
+            "CV401": "an eager run between two replays leaves another plan",
+            "CV604": "an eager run between two replays leaves another plan",
+        },
     ),
     # --- CV4xx: lifetime and aliasing
     Mutant(
@@ -599,6 +604,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             "CV601": "what lies behind the mask is in the result",
             "CV603": "what lies behind the mask is in the result of the eager run, too",
+            "CV401": "what lies behind the mask is what others left there",
             "CV604": "what lies behind the mask changes from run to run",
         },
     ),
@@ -611,6 +617,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             "CV601": "what lies behind the mask is in the result",
             "CV603": "what lies behind the mask is in the result of the eager run, too",
+            "CV401": "what lies behind the mask is what others left there",
             "CV604": "what lies behind the mask changes from run to run",
         },
     ),
@@ -687,6 +694,7 @@ MUTANTS: tuple[Mutant, ...] = (
         also={
             **_WRONG,
             "CV407": "the memory is the graph's own",
+            "CV604": "the memory serves others from replay to replay",
             "CV603": "the memory need not be zero in eager mode",
         },
     ),
@@ -715,6 +723,7 @@ MUTANTS: tuple[Mutant, ...] = (
         classes=(51,),
         also={
             **_WRONG,
+            "CV105": "the race hides that an input was changed",
             "CV603": "the race is in the eager run too",
             "CV604": "the race shows from replay to replay",
             "CV505": "the race shows from replay to replay",

@@ -25,6 +25,7 @@ _IMPORTS = (
     "cuverify.validators.api",
     "cuverify.validators.zoo.parts",
 )
+_BINDINGS = ("cuda-bindings", "cupti-python")
 _MOST_JOBS = 16
 _NEEDS = {"cuda-bindings": "cuda.bindings", "cupti": "cupti"}
 
@@ -125,6 +126,16 @@ def run_zoo(
     ]
     place = {mutant.name: index for index, mutant in enumerate(mutants)}
     return sorted(runs, key=lambda run: (place[run.mutant.name], not run.faulty))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the rates depend on: they are no property of the rules alone."""
+    from cuverify.validators import summary
+
+    from cuverify import env
+
+    bindings = {name: value for name, value in summary.versions().items() if name in _BINDINGS}
+    return {**env.inspect().versions, **bindings}
 
 
 def _hangs(mutant: Mutant, faulty: bool) -> bool:
