@@ -21,6 +21,7 @@ from cuverify.validators.observations import CaptureSeen, EndSeen, Fault
 from cuverify.validators.places import place_of
 from cuverify.validators.rules import judge
 
+THOROUGH = 2  # batches of a case that go through the whole protocol
 CHANGES = 2  # other batches that each captured graph is replayed on
 RESTARTS = 3  # children that may fail before the rest of a case's batches is given up
 
@@ -197,7 +198,7 @@ def run_case(work: Mapping[str, Any], emit: Emit) -> None:
         emit({"kind": "begin", "batch": number, "label": label})
         # the next ones in a circle: inputs that the graph of this one can be replayed on
         others = batches[number + 1 :] + batches[:number]
-        result = _run_batch(case, label, batch, others)
+        result = _run_batch(case, label, batch, others, thorough=number < THOROUGH)
         emit({"kind": "end", **_plain(result)})
         if any(fault.context_lost or fault.stage == "capture" for fault in result.seen.faults):
             # nothing works after a lost context, and a failed capture can leave torch's allocator
@@ -210,7 +211,12 @@ def run_case(work: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _run_batch(
-    case: registry.CheckCase, label: str, batch: Any, others: list[tuple[str, Any]]
+    case: registry.CheckCase,
+    label: str,
+    batch: Any,
+    others: list[tuple[str, Any]],
+    *,
+    thorough: bool,
 ) -> CaptureResult:
     try:
         step = case.step(batch, "torch-cuda")
@@ -224,6 +230,7 @@ def _run_batch(
         tolerances=getattr(case, "tolerances", None),
         only_recorded=getattr(case, "only_recorded", True),
         changes=CHANGES,
+        thorough=thorough,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -11,15 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from cuverify.validators import capture, compare, graph_walk, protocol, rules, trials
+from cuverify.validators import capture, compare, graph_walk, rules
 from cuverify.validators.capture import capture_and_replay
 from cuverify.validators.child import run_child
 from cuverify.validators.compare import HostArray, Mismatch, Tolerance, host_array
@@ -39,6 +37,9 @@ from cuverify.validators.runs import run_record
 
 from cuverify import cases
 from cuverify.errors import ArgumentError, CaseError, DeviceError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from made_up_gpu import Gpu, plug_in
 
 CASES = Path(__file__).with_name("check_cases.py")
 CAPTURED, SIDE, OTHER = 0x7F10, 0x7F20, 0x7F30
@@ -588,139 +589,6 @@ def test_a_driver_that_refuses_is_said() -> None:
 # --- the protocol, on a made-up GPU --------------------------------------------------------------
 
 
-class Stream:
-    def __init__(self, gpu: Gpu, handle: int, blocking: bool = False) -> None:
-        self.gpu = gpu
-        self.cuda_stream = handle
-        self.blocking = blocking
-
-    def wait_stream(self, other: Stream) -> None:
-        """Fork into the capture of the other stream, as an event between the two would."""
-        if other.cuda_stream in self.gpu.capturing:
-            self.gpu.capturing.add(self.cuda_stream)
-
-
-class Graph:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self.work: list[tuple[str, Callable[[], None]]] = []
-
-    def instantiate(self) -> None:
-        pass
-
-    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
-        gpu = self.gpu
-        gpu.recording, gpu.capturing = self, {gpu.current.cuda_stream}
-        gpu.invalid, gpu.blocking = False, gpu.current.blocking
-
-    def capture_end(self) -> None:
-        gpu = self.gpu
-        gpu.recording, gpu.capturing, gpu.blocking = None, set(), False
-        if gpu.invalid:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        if not self.work:
-            warnings.warn("The CUDA Graph is empty.", stacklevel=2)
-
-    def raw_cuda_graph(self) -> Graph:
-        return self
-
-    def replay(self) -> None:
-        for _, run in self.work:
-            run()
-
-    def reset(self) -> None:
-        self.work = []
-
-
-class Gpu:
-    """Stands in for `torch.cuda`: work on a capturing stream is recorded, all other runs at once.
-
-    That is what was measured on a GPU: a launch on the null stream inside a capture of a
-    non-blocking stream runs, and raises nothing.
-    """
-
-    def __init__(self) -> None:
-        self.handles = iter(range(0x10, 0x1000, 0x10))
-        self.null = Stream(self, 0)
-        self.current = self.null
-        self.capturing: set[int] = set()
-        self.recording: Graph | None = None
-        self.invalid = False
-        self.blocking = False
-        self.lost = False
-        self.records: list[SimpleNamespace] = []
-
-    def launch(self, kernel: str, run: Callable[[], None]) -> None:
-        stream = self.current.cuda_stream
-        self.records.append(
-            SimpleNamespace(
-                kernel=kernel,
-                stream=stream,
-                grid=(1, 1, 1),
-                block=(64, 1, 1),
-                shared=0,
-                lane="device",
-                arguments={},
-            )
-        )
-        if not stream and self.blocking:
-            self.invalid = True
-            raise RuntimeError("would make the legacy stream depend on a capturing blocking stream")
-        if stream in self.capturing and self.recording is not None:
-            self.recording.work.append((kernel, run))
-        else:
-            run()
-
-    # what the protocol asks of torch.cuda
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_stream(self) -> Stream:
-        return self.current
-
-    def set_stream(self, stream: Stream) -> None:
-        self.current = stream
-
-    def Stream(self) -> Stream:  # noqa: N802
-        return Stream(self, next(self.handles))
-
-    def ExternalStream(self, handle: int) -> Stream:  # noqa: N802
-        return Stream(self, handle)
-
-    def Blocking(self) -> Stream:  # noqa: N802
-        return Stream(self, next(self.handles), blocking=True)
-
-    def current_device(self) -> int:
-        return 0
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return (0, 7)
-
-    def CUDAGraph(self, keep_graph: bool) -> Graph:  # noqa: N802
-        assert keep_graph
-        return Graph(self)
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def is_current_stream_capturing(self) -> bool:
-        assert self.current.cuda_stream, "asking the legacy stream can invalidate a capture"
-        return self.current.cuda_stream in self.capturing
-
-    def synchronize(self) -> None:
-        if self.lost:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nAdvice.")
-        if self.capturing:
-            self.invalid = True
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-
 class PlusOne:
     """`y = x + 1` on the made-up GPU; subclasses are wrong in one way."""
 
@@ -820,11 +688,7 @@ def on_made_up_gpu(
     kind: type[PlusOne], monkeypatch: pytest.MonkeyPatch, *, walked: bool = True, **options: Any
 ) -> capture.CaptureResult:
     gpu = Gpu()
-
-    @contextlib.contextmanager
-    def record_launches() -> Iterator[list[Any]]:
-        gpu.records = []
-        yield gpu.records
+    plug_in(gpu, monkeypatch)
 
     class Walks(NoInstruments):
         def walk(self, raw_graph: Any, landscape: Any) -> GraphSeen:
@@ -832,10 +696,6 @@ def on_made_up_gpu(
                 return NOT_WALKED
             return GraphSeen(tuple(node(kernel) for kernel, _ in raw_graph.work))
 
-    monkeypatch.setattr(protocol, "_torch", lambda: SimpleNamespace(cuda=gpu))
-    monkeypatch.setattr(trials, "_torch", lambda: SimpleNamespace(cuda=gpu))
-    monkeypatch.setattr(protocol, "blocking_stream", gpu.Blocking)
-    monkeypatch.setattr("cuverify.launches.record_launches", record_launches)
     result = capture_and_replay(kind(gpu), INPUTS, instruments=Walks(), **options)
     assert gpu.current is gpu.null
     assert gc.isenabled()
@@ -884,7 +744,7 @@ def test_a_fault_is_shown_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> No
     assert "AttributeError" in finding.message
     (finding,) = on_made_up_gpu(ReadsBack, monkeypatch).findings
     assert "operation not permitted when stream is capturing" in finding.message
-    assert str(finding.where).startswith("tests/test_capture.py:")
+    assert str(finding.where).startswith("tests/made_up_gpu.py:")
     (finding,) = on_made_up_gpu(LosesContext, monkeypatch).findings
     assert "an illegal memory access was encountered" in finding.message
 

@@ -498,6 +498,13 @@ def test_garbage_is_legal_and_other_than_before(dtype: torch.dtype) -> None:
 
 # --- a factory in a child process -----------------------------------------------------------------
 
+
+def test_a_bare_function_does_not_go_into_a_child() -> None:
+    x = torch.zeros(3)
+    with pytest.raises(ArgumentError, match="child=True"):
+        api.validate_callable(lambda: None, inputs={"x": x}, outputs={"y": x}, child=True)
+
+
 FACTORIES = """
 import os, torch
 from cuverify.validators.callable_case import CallableCase

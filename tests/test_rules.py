@@ -48,6 +48,7 @@ HERE = "step.py:12"
 
 WRONG = Mismatch("y", count=8, total=8, actual=1.0, expected=2.0)
 OFF = DriftSeen(WRONG, 0.5, {}, False)
+POISONED = DriftSeen(dataclasses.replace(WRONG, nans=8), None, {}, False)
 BITS = DriftSeen(dataclasses.replace(WRONG, actual=1.9999999), 1e-7, {"1": 8}, True)
 
 
@@ -487,6 +488,16 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
     ("a wrong eager run", add(eager=ran(mismatch=WRONG)), {"CV603"}),
     ("a counter", trial("again"), {"CV604"}),
     ("a counter, without a reference", trial("idempotent", DriftSeen(WRONG, 0.5)), {"CV604"}),
+    (
+        "poison that shows in a step that is wrong and unsteady anyway",
+        both(
+            trial("again"),
+            trial("pool", POISONED),
+            trial("free memory", POISONED),
+            trial("stream"),
+        ),
+        {"CV604", "CV605"},
+    ),
     ("poisoned scratch", trial("scratch", subject="tmp"), {"CV605"}),
     ("atomics", trial("again", BITS), {"CV606"}),
     (

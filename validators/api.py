@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from cuverify.validators.capture import CaptureResult, Progress, capture_and_rep
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
 from cuverify.validators.lint import lint
+from cuverify.validators.lint_watch import has_gpu
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
@@ -47,6 +48,8 @@ def validate_callable(
     tolerance: Mapping[str, Tolerance] | Tolerance | None = None,
     deterministic: bool = True,
     only_recorded: bool = False,
+    child: bool = False,
+    silence_s: float = SILENCE_S,
     name: str = "step",
     **more: Any,
 ) -> Report:
@@ -57,6 +60,10 @@ def validate_callable(
     step, inputs, outputs, refill, reference, scratch, state, padding, make_step, vary, tolerance,
     deterministic, only_recorded, name, **more
         As `CallableCase` has them.
+    child : bool
+        Not here: a function of this process cannot be run in another one. See `validate_factory`.
+    silence_s : float
+        Likewise.
 
     Returns
     -------
@@ -65,7 +72,7 @@ def validate_callable(
     Raises
     ------
     ArgumentError
-        An argument that `CallableCase` refuses.
+        An argument that `CallableCase` refuses, or ``child=True``.
     DeviceError
         As `validate`: never where the lint can look in place of the capture.
 
@@ -74,6 +81,13 @@ def validate_callable(
     A step that accesses what it must not ends this process's CUDA context: one that is not trusted
     comes as a factory, to `validate_factory`.
     """
+    if child:
+        raise ArgumentError(
+            "child",
+            child,
+            f"a function cannot be found again by another process (with silence_s={silence_s:g}); "
+            "write a factory that returns a CallableCase, and use validate_factory",
+        )
     return validate(
         CallableCase(
             step,
@@ -178,7 +192,7 @@ def validate(
     if child:
         raise ArgumentError("child", child, "needs a reference, module:function, and no object")
     if isinstance(case, CallableCase):
-        if not _has_gpu():
+        if not has_gpu():
             return lint(case)
         result = capture_and_replay(
             CallableStep(case),
@@ -189,39 +203,31 @@ def validate(
             progress=progress,
         )
         return report_of(case.name, [result])
-    results = [
-        capture_and_replay(
-            step,
-            batches,
+    left = _batches(case, seed, examples)
+    results = []
+    while left:
+        result = capture_and_replay(
+            case.step(left[0][1], "torch-cuda"),
+            left,
             tolerances=getattr(case, "tolerances", None),
             only_recorded=getattr(case, "only_recorded", True),
             strict=strict,
             progress=progress,
         )
-        for step, batches in _groups(case, seed, examples)
-    ]
+        results.append(result)
+        # batches that did not fit the buffers of this one get a graph of their own
+        left = [each for each in left[1:] if each[0] in result.seen.skipped]
     return report_of(case.name, results)
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-def _groups(
-    case: Any, seed: int, examples: int | None
-) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
-    """Yield a step and the batches that may fit it, until each batch was captured or replayed."""
-    left = list(
-        itertools.islice(case.device_batches(seed=seed, examples=2 * BATCHES), examples or BATCHES)
-    )
-    if not left:
+def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]]:
+    """Return the first batches that the case draws for a GPU."""
+    number = examples or BATCHES
+    drawn = case.device_batches(seed=seed, examples=2 * number)
+    found = list(itertools.islice(drawn, number))
+    if not found:
         raise CaseError(f"{case.name}: device_batches() gave no batch: nothing would be checked")
-    while left:
-        step = case.step(left[0][1], "torch-cuda")
-        yield step, left
-        left = left[1:]
+    return found
 
 
 class _Listener:

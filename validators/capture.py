@@ -63,6 +63,7 @@ def capture_and_replay(
     warmups: int = 2,
     rules: Sequence[Rule] = RULES,
     strict: bool = True,
+    thorough: bool = True,
     progress: Progress | None = None,
     instruments: NoInstruments | None = None,
 ) -> CaptureResult:
@@ -91,6 +92,9 @@ def capture_and_replay(
     rules : sequence of Rule
     strict : bool
         Also capture on a blocking stream, on a cold one, and a fresh step.
+    thorough : bool
+        False leaves out the second captures and all replays under changed circumstances: for the
+        many batches of a step that was judged thoroughly on one of them.
     progress : callable, optional
         Told each part that begins, and what was seen until then.
     instruments : NoInstruments, optional
@@ -121,6 +125,7 @@ def capture_and_replay(
         changes=changes,
         warmups=warmups,
         strict=strict,
+        thorough=thorough,
         progress=progress,
         instruments=instruments,
     )
@@ -136,6 +141,7 @@ def observe(
     changes: int | None = None,
     warmups: int = 2,
     strict: bool = True,
+    thorough: bool = True,
     progress: Progress | None = None,
     instruments: NoInstruments | None = None,
 ) -> CaptureSeen:
@@ -161,7 +167,7 @@ def observe(
                 progress(part, seen)
 
         run = CaptureProtocol(step, tolerances, seen, tools, begins)
-        run.run(inputs, changes=changes, warmups=warmups, strict=strict)
+        run.run(inputs, changes=changes, warmups=warmups, strict=strict, thorough=thorough)
     finally:
         seen.calls = tuple(tools.calls)
         seen.wide_arguments = tools.wide_arguments

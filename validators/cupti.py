@@ -31,8 +31,10 @@ _MOST = 20_000  # calls that are kept
 _FRAMES = 24  # native frames that are looked at for the library that called
 _CHEAP = frozenset({"launch", "record", "wait", "memset"})  # many, and of known origin
 # between the caller and this module: not who called, by the beginning of the file's name
-_BELOW = ("libcupti", "libcuda.so", "libcudart", "cupti.", "cycupti.", "callback_wrappers.")
-_BELOW += ("libpython", "python", "libc.so", "libc-", "_ctypes", "libffi", "ld-linux")
+_BELOW = (
+    *("libcupti", "libcuda.so", "libcudart", "cupti.", "cycupti.", "callback_wrappers."),
+    *("libpython", "python", "libc.so", "libc-", "_ctypes", "libffi", "ld-linux"),
+)
 
 
 class CuptiObserver:

@@ -181,7 +181,7 @@ _STATE = frozenset({"alloc", "host_alloc", "load"})
 def _cold_stream(seen: CaptureSeen) -> Iterator[Verdict]:
     """Yield what a capture on a stream without warm-up does, and one with it does not."""
     warm, cold = seen.attempt(seen.replayed), seen.attempt("cold")
-    if warm is None or cold is None or warm.fault is not None:
+    if warm is None or cold is None or warm.fault is not None or capture_failed(seen):
         return
     if cold.fault is not None and not cold.fault.context_lost:
         yield Verdict(
@@ -191,7 +191,7 @@ def _cold_stream(seen: CaptureSeen) -> Iterator[Verdict]:
             evidence={"error": cold.fault.error},
         )
     known = {(call.where, call.kind) for call in seen.calls if call.phase == seen.replayed}
-    told = set()
+    told: set[tuple[str | None, str]] = set()
     for call in seen.calls:
         fresh = call.kind in _STATE and not call.torch_owned and call.phase == "cold"
         if fresh and (call.where, call.kind) not in known | told:

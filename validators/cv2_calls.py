@@ -11,6 +11,7 @@ from cuverify.validators.judging import (
     call_evidence,
     calls_of,
     captured,
+    during,
     fault_of,
     node_place,
     nodes_of,
@@ -63,7 +64,7 @@ def _foreign_allocation(seen: CaptureSeen) -> Iterator[Verdict]:
         told.add(call.where)
         size = f" of {call.size} bytes" if call.size else ""
         yield Verdict(
-            f"device memory{size} is allocated inside the capture, and not by torch's allocator: "
+            f"device memory{size} is allocated {during(call)}, and not by torch's allocator: "
             f"{at(call)}",
             where=call.where,
             evidence=call_evidence(call),
@@ -86,7 +87,7 @@ def _legacy_stream(seen: CaptureSeen) -> Iterator[Verdict]:
     ]
     for call in calls:
         yield Verdict(
-            f"{at(call)} goes to {stream_name(call.stream or 0)} inside the capture",
+            f"{at(call)} goes to {stream_name(call.stream or 0)} {during(call)}",
             where=call.where,
             evidence=call_evidence(call, stream=stream_name(call.stream or 0)),
         )
@@ -116,7 +117,7 @@ def _freed(seen: CaptureSeen) -> Iterator[Verdict]:
             continue
         what = "a graph is destroyed" if call.kind == "destroy" else "memory is freed"
         yield Verdict(
-            f"{what} inside the capture: {at(call)}", where=call.where, evidence=call_evidence(call)
+            f"{what} {during(call)}: {at(call)}", where=call.where, evidence=call_evidence(call)
         )
 
 
@@ -157,7 +158,7 @@ def _pinned(seen: CaptureSeen) -> Iterator[Verdict]:
         if LIBRARIES.search(call.origin) or (cached and not captured(seen)):
             continue  # a failed read of a value asks for a staging block, too
         yield Verdict(
-            f"pinned host memory is allocated inside the capture: {at(call)}",
+            f"pinned host memory is allocated {during(call)}: {at(call)}",
             where=call.where,
             evidence=call_evidence(call, detail=call.detail) if cached else call_evidence(call),
         )
@@ -168,7 +169,7 @@ def _load(seen: CaptureSeen) -> Iterator[Verdict]:
     for call in _inside(seen, "load"):
         if not LIBRARIES.search(call.origin):
             yield Verdict(
-                f"code is compiled or loaded inside the capture: {at(call)}",
+                f"code is compiled or loaded {during(call)}: {at(call)}",
                 where=call.where,
                 evidence=call_evidence(call),
             )
@@ -182,7 +183,7 @@ def _workspace(seen: CaptureSeen) -> Iterator[Verdict]:
             continue
         told.add((call.where, call.origin))
         yield Verdict(
-            f"{call.origin} makes a handle or a workspace inside the capture: {at(call)}",
+            f"{call.origin} makes a handle or a workspace {during(call)}: {at(call)}",
             where=call.where,
             evidence=call_evidence(call),
         )

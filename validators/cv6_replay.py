@@ -128,8 +128,7 @@ def _uninitialised(seen: CaptureSeen) -> Iterator[Verdict]:
             f"the replay depends on what scratch `{trial.subject}` held before: {drift.mismatch}",
             evidence=drift_evidence(drift, poisoned=trial.subject),
         )
-    free = seen.trial("free memory")
-    for drift in free.drifts if free is not None else ():
+    for _, drift in disturbed(seen, "free memory"):
         yield Verdict(
             "the step reads memory that it allocated and never wrote: with poison in free memory "
             f"{drift.mismatch}",
@@ -233,7 +232,7 @@ def _memory_grows(seen: CaptureSeen) -> Iterator[Verdict]:
     for memory in seen.memory:
         if memory.what != "replays":
             continue
-        for what in ("allocated", "reserved", "device"):
+        for what in ("allocated", "reserved"):  # of the device others take, too
             values = getattr(memory, what)
             steps = [after - before for before, after in pairwise(values)]
             if len(steps) > 1 and all(step > 0 for step in steps):

@@ -94,7 +94,7 @@ class FallbackObserver:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("always", message=f".*{_SYNC_WARNING}.*")
-            warnings.showwarning = showed  # put back by catch_warnings
+            warnings.showwarning = showed  # type: ignore[assignment]  # put back by the context
             cuda.set_sync_debug_mode("warn")
             try:
                 yield
@@ -135,7 +135,7 @@ class FallbackObserver:
 
         note = self.note
 
-        class Mode(TorchDispatchMode):  # type: ignore[misc]
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
@@ -144,5 +144,5 @@ class FallbackObserver:
                     note("sync", name, phase, place_in(sys._getframe(1)))
                 return func(*args, **(kwargs or {}))
 
-        with Mode():
+        with Mode():  # type: ignore[no-untyped-call]
             yield

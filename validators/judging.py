@@ -98,6 +98,15 @@ def at(call: CallSeen) -> str:
     return f"`{call.api}`{origin}"
 
 
+def during(call: CallSeen) -> str:
+    """Say when a call was made, for a sentence."""
+    if call.phase == "eager":
+        return "in the eager run (the capture broke off before it)"
+    if call.phase.startswith("fresh"):
+        return "in a capture without a warm-up"
+    return "inside the capture"
+
+
 def launches_of(seen: CaptureSeen) -> tuple[LaunchSeen, ...]:
     """Return the launches of the capture: of every library where CUPTI saw them."""
     found = tuple(
@@ -182,19 +191,23 @@ def disturbed(seen: CaptureSeen, *names: str) -> Iterator[tuple[TrialSeen, Drift
         if trial.name not in names:
             continue
         for drift in trial.drifts:
-            wrong = drift.right is False and not _wrong_anyway(seen, drift.mismatch.output)
-            if wrong or not noisy(seen):
+            wrong = drift.right is False and not _wrong_anyway(seen, drift)
+            if wrong or trial.steady or not noisy(seen):
                 yield trial, drift
 
 
-def _wrong_anyway(seen: CaptureSeen, output: str) -> bool:
-    """Tell whether an undisturbed replay of the same step is wrong and unsteady, too."""
-    return any(
-        drift.right is False and drift.mismatch.output == output
+def _wrong_anyway(seen: CaptureSeen, drift: DriftSeen) -> bool:
+    """Tell whether an undisturbed run is as wrong and unsteady; a NaN comes from poison alone."""
+    undisturbed = [
+        each
         for trial in seen.trials
         if trial.name in ("again", "eager again")
-        for drift in trial.drifts
-    )
+        for each in trial.drifts
+        if each.right is False and each.mismatch.output == drift.mismatch.output
+    ]
+    if drift.mismatch.nans and not any(each.mismatch.nans for each in undisturbed):
+        return False
+    return bool(undisturbed)
 
 
 def drift_evidence(drift: DriftSeen, **more: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def armed_modes() -> tuple[str, ...]:
     with contextlib.suppress(Exception):
         from torch.overrides import _get_current_function_mode
 
-        function_mode = _get_current_function_mode()
+        function_mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
         if function_mode is not None:
             found.append(f"function mode {type(function_mode).__name__}")
     with contextlib.suppress(Exception):

@@ -350,6 +350,8 @@ class TrialSeen:
         Why there is no result.
     detail : str
         What was done.
+    steady : bool
+        Compared with a run right before, of which two were equal: a difference is not noise.
     """
 
     name: str
@@ -357,6 +359,7 @@ class TrialSeen:
     drifts: tuple[DriftSeen, ...] = ()
     fault: Fault | None = None
     detail: str = ""
+    steady: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ class CaptureProtocol:
         self.accepted: list[tuple[str, Any]] = []  # other inputs that fit
         self.graph: Any = None
         self._first_answer: Mapping[str, Any] = {}
+        self._ended = False  # the present capture came to its end
         self._step_error: Exception | None = None  # what the step raised inside the capture
         cuda = _torch().cuda
         self._eager_stream = cuda.Stream()
@@ -157,6 +158,7 @@ class CaptureProtocol:
         changes: int | None,
         warmups: int,
         strict: bool,
+        thorough: bool,
     ) -> None:
         """Run all parts; each one that fails leaves the others."""
         first, *others = inputs
@@ -166,17 +168,19 @@ class CaptureProtocol:
         except StopError:
             return
         try:
-            self._part("eager run again", self._eager_again, *first)
+            if thorough:
+                self._part("eager run again", self._eager_again, *first)
             self._part("capture", self._capture_to_replay, first, warmups)
             if self.graph is not None:
                 self._part("replays", self._replays, first, others, changes)
+            if self.graph is not None and thorough:
                 self._part("double capture", self._double, first)
                 disturbing = trials.DEVICE_TRIALS if self.tools.on_device else ()
                 for name, trial in (*trials.TRIALS, *disturbing):
                     if self.base:
                         self._part(name, trial, self, first)
                 self._part("eager runs on other inputs", self._last, first)
-            if strict:
+            if strict and thorough:
                 self._part("strict capture", self._strict, first)
                 self._part("cold capture", self._cold, first)
                 self._part("warm-up comparison", self._fresh, first)
@@ -293,7 +297,13 @@ class CaptureProtocol:
             return run_record(label, before, after, expected, self.tolerances)
 
     def compare(
-        self, name: str, other: Mapping[str, Any], *, subject: str = "", detail: str = ""
+        self,
+        name: str,
+        other: Mapping[str, Any],
+        *,
+        subject: str = "",
+        detail: str = "",
+        steady: bool = False,
     ) -> None:
         """Record a trial: the present outputs against those of another run, bit by bit."""
         with self.stage("read", name):
@@ -304,7 +314,7 @@ class CaptureProtocol:
                 expected=self.base_expected or None,
                 tolerances=self.tolerances,
             )
-        self.seen.trials.append(TrialSeen(name, subject, found, detail=detail))
+        self.seen.trials.append(TrialSeen(name, subject, found, detail=detail, steady=steady))
 
     def replay(self, label: str, stream: Any = None) -> None:
         """Replay the graph, on the current stream or on another one, and wait."""
@@ -497,6 +507,7 @@ class CaptureProtocol:
         """
         cuda = _torch().cuda
         _synchronize()
+        self._ended = False
         with cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode=mode)
             try:
@@ -511,6 +522,7 @@ class CaptureProtocol:
                     self.seen.capturing_streams |= self._capturing(records)
             finally:
                 graph.capture_end()
+                self._ended = True
 
     def _capture_fault(self, label: str, error: Exception) -> Fault:
         first, self._step_error = self._step_error or error, None
@@ -532,7 +544,8 @@ class CaptureProtocol:
         with contextlib.suppress(RuntimeError):
             torch.cuda.set_stream(current)
         left = sum(self.tools.private_bytes().values()) - private
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        # a capture that came to its end has given the way back, and its graph releases the pool
+        for name in () if self._ended else ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             call = getattr(getattr(torch, "_C", None), name, None)
             if call is not None:
                 with contextlib.suppress(RuntimeError):

@@ -198,7 +198,7 @@ def _ordered(array: HostArray, width: int) -> NDArray[np.float64]:
     bits = array.bits().astype(np.uint64)
     sign = np.uint64(1) << np.uint64(width - 1)
     magnitude = (bits & (sign - np.uint64(1))).astype(np.float64)
-    return np.where(bits & sign, -magnitude, magnitude)
+    return np.asarray(np.where(bits & sign, -magnitude, magnitude))
 
 
 def _copy(value: Any) -> Any:

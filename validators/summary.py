@@ -73,7 +73,7 @@ def tables(seen: CaptureSeen) -> list[Table]:
         title = "graph" + (f", {more} more nodes" if more else "")
         found.append(Table(title, _GRAPH_COLUMNS, rows))
     runs = [run for run in (seen.eager, *seen.replays) if run is not None]
-    rows = [
+    outputs = [
         (
             f"{'eager: ' if run is seen.eager else ''}{run.label}",
             output.name,
@@ -87,8 +87,8 @@ def tables(seen: CaptureSeen) -> list[Table]:
         for run in runs
         for output in run.outputs
     ]
-    if rows:
-        found.append(Table("outputs against the reference", _OUTPUT_COLUMNS, rows))
+    if outputs:
+        found.append(Table("outputs against the reference", _OUTPUT_COLUMNS, outputs))
     return found
 
 
