@@ -2,6 +2,9 @@
 
 Each function is a factory as `validate_factory` takes it. All but the raw runtime calls launch one
 kernel through CuPy on torch's current stream, as somebody without cuverify would.
+
+``python tests/capture_steps.py FOLDER NAME...`` writes what the protocol sees of them on this GPU:
+that is how `recorded/` is made. One name a process is best: some of them cost the CUDA context.
 """
 
 from __future__ import annotations
@@ -352,3 +355,29 @@ def python_float() -> CallableCase:
     """CuPy passes a Python float as 8 bytes; the kernel reads 4 of them."""
     axpy = Axpy()
     return axpy.case(lambda: axpy.launch("axpy", 2.0))
+
+
+def record(folder: str, *names: str) -> None:
+    """Write the records of some steps to ``folder/NAME.json``."""
+    import json
+    from pathlib import Path
+
+    from cuverify.validators.capture import observe
+    from cuverify.validators.records import to_plain
+    from cuverify.validators.subject import CallableStep
+
+    for name in names:
+        case = globals()[name]()
+        seen = observe(
+            CallableStep(case),
+            [(f"seed {seed}", seed) for seed in case.seeds],
+            tolerances=case.tolerance,
+            only_recorded=False,
+        )
+        Path(folder, f"{name}.json").write_text(json.dumps(to_plain(seen)) + "\n")
+
+
+if __name__ == "__main__":
+    import sys
+
+    record(*sys.argv[1:])

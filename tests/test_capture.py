@@ -712,7 +712,7 @@ def on_made_up_gpu(
         (OnCachedStream, {"CV101", "CV602"}),
         (OnlyEager, {"CV102", "CV602"}),
         (FrozenScalar, {"CV601"}),
-        (KeepsState, {"CV601", "CV604"}),
+        (KeepsState, {"CV505", "CV601"}),
         (ReadsBack, {"CV201"}),
         (LosesContext, {"CV903"}),
         (NoPoison, {"CV906"}),

@@ -418,6 +418,12 @@ def test_tensors_are_found_wherever_a_step_keeps_them(monkeypatch: pytest.Monkey
             "step.GLOBAL['tensor']": GLOBAL["tensor"].data_ptr(),
         }
     assert set(tensors_reached(holder)) >= {"step.plan", "step.parts[0]"}
+    array = np.zeros(3, np.float32)
+    (found_array,) = reach.memory_reached(lambda: array).items()
+    assert found_array[0] == "step.array"
+    assert reach.address_of(array) == (array.ctypes.data, 12)
+    assert reach.address_of(inner) == (inner.data_ptr(), 8)
+    assert tensors_reached(lambda: array) == {}
     assert set(tensors_reached(holder.__call__)) >= {"step.plan", "step.parts[0]"}
 
 

@@ -185,7 +185,7 @@ def run_here(case: CallableCase) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["clean", "waits", "raises", "several"])
+@pytest.mark.parametrize("name", ["clean", "raises", "several"])
 def test_the_process_is_as_it_was(name: str) -> None:
     import importlib.util
 

@@ -177,7 +177,7 @@ def observe(
         tools.close()
         with contextlib.suppress(RuntimeError):  # of a lost context
             torch.cuda.set_stream(stream_before)
-            if debugging is not None:
+            if debugging is not None and debugging != _sync_debugging(torch):
                 torch.cuda.set_sync_debug_mode(debugging)
     return seen
 

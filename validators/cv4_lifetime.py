@@ -142,7 +142,7 @@ def _borrowed(seen: CaptureSeen) -> Iterator[Verdict]:
 def _unloaded(seen: CaptureSeen) -> Iterator[Verdict]:
     told = set()
     for call in seen.calls:
-        after = is_main(call.phase) or call.phase in ("between replays", "after the capture")
+        after = is_main(call.phase) or call.phase in ("between replays", "refill")
         if call.kind == "unload" and after and call.where not in told:
             told.add(call.where)
             yield Verdict(

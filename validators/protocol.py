@@ -39,7 +39,7 @@ from cuverify.validators.observations import (
     is_main,
 )
 from cuverify.validators.places import place_of
-from cuverify.validators.reach import tensors_reached
+from cuverify.validators.reach import address_of, memory_reached, tensors_reached
 from cuverify.validators.runs import Tolerances, drifts, kept, run_record
 
 from cuverify.errors import ArgumentError, CaseError
@@ -129,6 +129,7 @@ class CaptureProtocol:
         self.base: dict[str, Any] = {}  # outputs of the first replay
         self.base_expected: Mapping[str, Any] = {}
         self.accepted: list[tuple[str, Any]] = []  # other inputs that fit
+        self.thorough = True
         self.graph: Any = None
         self._first_answer: Mapping[str, Any] = {}
         self._ended = False  # the present capture came to its end
@@ -162,6 +163,7 @@ class CaptureProtocol:
     ) -> None:
         """Run all parts; each one that fails leaves the others."""
         first, *others = inputs
+        self.thorough = thorough
         try:
             self.progress(f"eager run on {first[0]}")
             self._eager(*first)
@@ -178,7 +180,7 @@ class CaptureProtocol:
                 disturbing = trials.DEVICE_TRIALS if self.tools.on_device else ()
                 for name, trial in (*trials.TRIALS, *disturbing):
                     if self.base:
-                        self._part(name, trial, self, first)
+                        self._part(name, self._trial, trial, first)
                 self._part("eager runs on other inputs", self._last, first)
             if strict and thorough:
                 self._part("strict capture", self._strict, first)
@@ -188,6 +190,15 @@ class CaptureProtocol:
             if self.graph is not None:
                 with contextlib.suppress(RuntimeError):  # of a lost context
                     self.graph.reset()
+
+    def _trial(self, trial: trials.Trial, first: tuple[str, Any]) -> None:
+        """Replay the captured inputs undisturbed, and then disturbed."""
+        # what an earlier trial left behind must not be blamed on this one
+        self.refill(*first)
+        self.prepared(first[0])
+        self.replay(first[0])
+        self.base = kept(self.step.outputs)
+        trial(self, first)
 
     def _part(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         """Run a part; one that fails leaves its fault, and the others run."""
@@ -593,19 +604,25 @@ class CaptureProtocol:
             for path, tensor in self.asked(name, {}).items():
                 if hasattr(tensor, "data_ptr"):
                     found.append(_tensor_seen(path, role, tensor))
-        found.extend(_tensor_seen(path, "held", tensor) for path, tensor in self.held(step).items())
+        for path, value in self._held(memory_reached, step).items():
+            address, size = address_of(value)
+            device = str(getattr(value, "device", "cpu"))
+            found.append(TensorSeen(path, "held", address, size, device))
         return tuple(found)
 
-    def held(self, step: Any = None) -> dict[str, Any]:
+    def held(self) -> dict[str, Any]:
         """Return the tensors that the step's code holds. Let go of them soon."""
+        return self._held(tensors_reached)
+
+    def _held(self, look: Callable[[Any], dict[str, Any]], step: Any = None) -> dict[str, Any]:
         roots = (("step", step),) if step is not None else self.asked("code", None)
         if roots is None:
             roots = (("step", self.step),)
         try:
             return {
-                path.replace("step", name, 1): tensor
+                path.replace("step", name, 1): value
                 for name, root in roots
-                for path, tensor in tensors_reached(root).items()
+                for path, value in look(root).items()
             }
         except Exception as error:  # somebody's attribute that does not like to be looked at
             self.gap("tensors of the step's code", f"{type(error).__name__}: {error}")
@@ -641,6 +658,8 @@ class CaptureProtocol:
         self.base = kept(self.step.outputs)
         if self.eager_outputs:
             self.compare("against eager", self.eager_outputs)
+        if self.thorough:
+            trials.again(self, first)
         second: dict[str, Any] = {}
         for label, batch in others:
             if len(self.accepted) == changes:
@@ -706,6 +725,7 @@ class CaptureProtocol:
 
     def _last(self, first: tuple[str, Any]) -> None:
         """Run the others without a graph, and then the first inputs in the graph once more."""
+        self._trial(_nothing, first)
         held = self.held_addresses()
         for label, batch in self.accepted:
             self.refill(label, batch)
@@ -740,6 +760,10 @@ class CaptureProtocol:
             context_lost=self.lost,
             label=label,
         )
+
+
+def _nothing(run: CaptureProtocol, first: Any) -> None:
+    """Be a trial that disturbs nothing."""
 
 
 def without(arrays: Mapping[str, Any], spare: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,28 @@ _SKIPPED = ("torch", "numpy", "cupy", "triton", "cuda", "builtins", "threading",
 
 
 def tensors_reached(root: Any) -> dict[str, Any]:
-    """Return the CUDA and pinned torch tensors that `root` holds, by the way to them.
+    """Return the CUDA and pinned torch tensors that `root` holds, by the way to them."""
+    return {path: value for path, value in memory_reached(root).items() if _is_tensor(value)}
+
+
+def address_of(value: Any) -> tuple[int, int]:
+    """Return address and bytes of what `memory_reached` found."""
+    if _is_tensor(value):
+        storage = value.untyped_storage()
+        address = int(value.data_ptr())
+        return address, int(storage.data_ptr()) + int(storage.nbytes()) - address
+    if hasattr(value, "ctypes"):
+        return int(value.ctypes.data), int(value.nbytes)
+    if hasattr(value, "data") and hasattr(value.data, "ptr"):
+        return int(value.data.ptr), int(value.nbytes)
+    return int(value.ptr), int(value.size() if callable(value.size) else value.size)
+
+
+def memory_reached(root: Any) -> dict[str, Any]:
+    """Return the memory that a device may touch and that `root` holds, by the way to it.
+
+    torch tensors on a device or pinned, numpy arrays (which may lie on pinned memory), CuPy arrays
+    and pinned memory of CuPy's.
 
     Parameters
     ----------
@@ -24,7 +45,7 @@ def tensors_reached(root: Any) -> dict[str, Any]:
 
     Returns
     -------
-    dict of str to torch.Tensor
+    dict of str to object
         ``step.plan`` for a closure's ``plan``. Nothing is called but `vars`.
     """
     found: dict[str, Any] = {}
@@ -38,6 +59,9 @@ def tensors_reached(root: Any) -> dict[str, Any]:
         if _is_tensor(value):
             if _is_shared(value):
                 found[path] = value
+            continue
+        if _is_memory(value):
+            found[path] = value
             continue
         if depth < _DEPTH:
             left.extend((f"{path}{way}", each, depth + 1) for way, each in _parts(value))
@@ -88,6 +112,14 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _is_tensor(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def _is_memory(value: Any) -> bool:
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return True
+    cupy = kind.__module__.partition(".")[0] == "cupy"
+    return cupy and kind.__name__ in ("ndarray", "PinnedMemoryPointer", "MemoryPointer")
 
 
 def _is_shared(tensor: Any) -> bool:
