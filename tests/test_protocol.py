@@ -12,9 +12,15 @@ import pytest
 import torch
 from cuverify.validators import CallableCase, trials
 from cuverify.validators.capture import CaptureResult, capture_and_replay
+from cuverify.validators.host_graph import HostGraph
 from cuverify.validators.instruments import NoInstruments
 from cuverify.validators.observations import GraphSeen, NodeSeen
 from cuverify.validators.subject import CallableStep
+
+from cuverify.sglang.backend import VerifyBackend
+from cuverify.sglang.contract import FAMILIES, Family
+from cuverify.sglang.schedule import Play, Shape
+from cuverify.sglang.step import RunnerStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from made_up_gpu import Gpu, plug_in
@@ -312,3 +318,43 @@ def test_memory_beside_the_outputs_is_put_back(monkeypatch: pytest.MonkeyPatch) 
 
     assert run(make, monkeypatch).findings == []
     np.testing.assert_array_equal(stores[0][[0, 1, -2, -1]].numpy(), 3.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backend_of_sglang_goes_through_the_whole_protocol(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu()
+    plug_in(gpu, monkeypatch)
+    kept = tuple(each for each in trials.DEVICE_TRIALS if each[0] in HERE)
+    monkeypatch.setattr(trials, "DEVICE_TRIALS", kept)
+
+    class Recorded(RunnerStep):
+        def __call__(self) -> None:
+            self.launched(super().__call__)
+
+        def make_step(self) -> Callable[[], None]:
+            fresh = super().make_step()
+            return lambda: self.launched(fresh)
+
+        def launched(self, step: Callable[[], None]) -> None:
+            if gpu.recording is None:
+                gpu.launch("attend", step)
+                return
+            graph = HostGraph()
+            with graph.capture():
+                step()
+            gpu.launch("attend", graph.replay)
+
+    shape = Shape((2,), draft_tokens=3, max_context_len=20, latent=64, rope=16)
+    plays = [Play(2, 2, seed) for seed in range(3)]
+    result = capture_and_replay(
+        Recorded(VerifyBackend, family, shape, plays[0], device="cpu"),
+        [(play.label, play) for play in plays],
+        only_recorded=False,
+        instruments=Tools(),
+    )
+    assert result.findings == []
+    assert result.seen.faults == []
+    assert {each.input for each in result.seen.responses} == {"q", "k"}
+    assert {"fresh 0", "fresh 2"} <= {each.name for each in result.seen.attempts}

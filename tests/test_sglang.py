@@ -603,16 +603,21 @@ def on_gpu(reference: str, captured: tuple[int, ...]) -> Report:
 
 
 @pytest.mark.gpu
-def test_ours_keeps_the_contract_in_cuda_graphs() -> None:
-    report = on_gpu(_OURS, CAPTURED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ours_keeps_the_contract_in_cuda_graphs(family) -> None:
+    seen = play_contract(VerifyBackend, family, CudaGraphs(), Shape(CAPTURED))
+    assert judge(seen) == []
+    assert seen.captured == [32, 16, 8, 4, 2, 1]
+    assert len(seen.plays) == len(schedule(CAPTURED))
+
+
+@pytest.mark.gpu
+def test_the_validator_finds_nothing_in_what_ours_records() -> None:
+    report = on_gpu(_OURS, (1, 4))
     assert report.ok, report.to_text()
-    done = [line for line in report.coverage if "CUDA graphs on cuda" in line.detail]
-    assert len(done) == 2
-    assert all("110 replays of 6 graphs" in line.detail for line in done)
-    validated = {line.subject: line for line in report.coverage}
+    lines = {line.subject: line.status for line in report.coverage}
     for family in FAMILIES:
-        line = validated[f"VerifyBackend, {family} hooks, 4 requests: capture"]
-        assert line.status == "inspected"
+        assert lines[f"VerifyBackend, {family} hooks, 4 requests: capture"] == "inspected"
 
 
 @pytest.mark.gpu
@@ -620,5 +625,5 @@ def test_ours_keeps_the_contract_in_cuda_graphs() -> None:
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_broken_backend_fails_by_its_rule_alone_in_cuda_graphs(name: str, family) -> None:
     make = load_runner(f"{_BACKENDS}:{name}")
-    found = judge(play_contract(make, family, CudaGraphs(), Shape((1, 2, 4))))
+    found = judge(play_contract(make, family, CudaGraphs(), Shape((1, 2))))
     assert [f.rule for f in found] == [BROKEN[name]]

@@ -15,6 +15,7 @@ from cuverify.validators.capture import CaptureResult, Progress, capture_and_rep
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
 from cuverify.validators.lint import lint
+from cuverify.validators.lint_watch import has_gpu
 from cuverify.validators.observations import CaptureSeen, EndSeen
 from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
@@ -200,7 +201,7 @@ def validate(
     if child:
         raise ArgumentError("child", child, "needs a reference, module:function, and no object")
     if isinstance(case, CallableCase):
-        if not _has_gpu():
+        if not has_gpu():
             return lint(case)
         result = capture_and_replay(
             CallableStep(case),
@@ -228,12 +229,15 @@ def validate(
     return report_of(case.name, results)
 
 
+<<<<<<< HEAD
 def _has_gpu() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
 
 
+=======
+>>>>>>> c4c
 def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]]:
     """Return the first batches that the case draws for a GPU."""
     number = examples or BATCHES

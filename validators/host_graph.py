@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from cuverify.validators.intercept import operations
 
 from cuverify.errors import DeviceError
+from cuverify.launches import LaunchRecord, record_launches
 
 if TYPE_CHECKING:
     import torch
 
-    from cuverify.launches import LaunchRecord
 
 _POISON_INT = 0x5A
 
@@ -73,8 +73,6 @@ class HostGraph:
             An operation that a CUDA capture refuses: it reads a value on the host, or the shape of
             its result depends on one.
         """
-        from cuverify.launches import record_launches
-
         with record_launches() as launches:
 
             def take(operation: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

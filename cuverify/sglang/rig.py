@@ -193,8 +193,7 @@ class Rig:
         """
         tokens = play.requests * self.shape.draft_tokens
         q, k = host_array(self.q[:tokens]), host_array(self.k[:tokens, 0])
-        arguments = self.given(play).batch.oracle_arguments()
-        return _reference({**arguments, "q": q.data, "draft_kv": k.data}, self.device)
+        return _reference(self.given(play), q.data, k.data, self.device)
 
     def real_rows(self, play: Play) -> Any:
         """Return the view of the output that a play's real requests get."""
@@ -366,10 +365,24 @@ def place_of_class(make: Any) -> str | None:
     return f"{short_path(file)}:{line}" if file else None
 
 
-def _reference(arguments: Mapping[str, Any], device: str) -> Bounded:
+def _reference(
+    given: PlayInputs, q: NDArray[np.uint16], k: NDArray[np.uint16], device: str
+) -> Bounded:
     from cuverify import torch_oracle
     from cuverify.reference.verify_attention import verify_attention
 
+    layout = given.batch.layout
+    arguments: dict[str, Any] = {
+        "q": q,
+        "pool": given.pool,
+        "latent": given.batch.latent,
+        "sm_scale": given.batch.sm_scale,
+        "qo_indptr": layout.qo_indptr(),
+        "kv_indptr": layout.kv_indptr(),
+        "kv_indices": layout.kv_indices(),
+        "visible": given.batch.visible(),
+        "draft_kv": k,
+    }
     exact = (
         verify_attention(**arguments)
         if device == "cpu"
