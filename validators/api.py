@@ -229,15 +229,6 @@ def validate(
     return report_of(case.name, results)
 
 
-<<<<<<< HEAD
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-=======
->>>>>>> c4c
 def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]]:
     """Return the first batches that the case draws for a GPU."""
     number = examples or BATCHES
