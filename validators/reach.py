@@ -28,7 +28,8 @@ def address_of(value: Any) -> tuple[int, int]:
         return int(value.ctypes.data), int(value.nbytes)
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return int(value.data.ptr), int(value.nbytes)
-    return int(value.ptr), int(value.size() if callable(value.size) else value.size)
+    size = value.size() if callable(getattr(value, "size", None)) else value.mem.size
+    return int(value.ptr), int(size)
 
 
 def memory_reached(root: Any) -> dict[str, Any]:
