@@ -282,7 +282,7 @@ class _Run:
 
     def on_device(self, subject: _Subject) -> None:
         """Run the case's GPU batches, eagerly and in replayed graphs, in child processes."""
-        from cuverify.check_device import check_on_device
+        from cuverify.check_device import check_on_device, jobs_of_this_machine
 
         if subject.reference is None:
             self._gap(
@@ -296,6 +296,7 @@ class _Run:
             seed=self.seed,
             examples=self.examples,
             silence_s=self.silence_s,
+            jobs=jobs_of_this_machine(),
             progress=lambda label, done, total: self.progress(
                 f"{subject.name}: GPU {label}", done, total
             ),

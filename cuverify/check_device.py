@@ -8,7 +8,10 @@ back as events.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +26,10 @@ from cuverify.validators.rules import judge
 
 THOROUGH = 2  # batches of a case that go through the whole protocol
 CHANGES = 2  # other batches that each captured graph is replayed on
-RESTARTS = 3  # children that may fail before the rest of a case's batches is given up
+RESTARTS = 3  # children that may fail before the rest of a share of the batches is given up
+
+_MOST_JOBS = 8
+_BYTES_A_JOB = 16 << 30  # of GPU memory: a pool, and its scores in float64
 
 _TASK = f"{__name__}:run_case"
 
@@ -60,9 +66,12 @@ def check_on_device(
     examples: int | None,
     silence_s: float,
     progress: Callable[[str, int, int], None],
+    jobs: int = 1,
     task: str = _TASK,
 ) -> DeviceResult:
     """Run a case's GPU batches in child processes and collect what they say.
+
+    The oracles keep a processor busy while the GPU waits, so several children share one GPU.
 
     Parameters
     ----------
@@ -73,7 +82,9 @@ def check_on_device(
     silence_s : float
         Seconds without a word after which a child counts as hanging.
     progress : callable
-        Told the batch, how many are done, and of how many.
+        Told the batch, how many have begun before it, and of how many.
+    jobs : int
+        Children at a time. Each takes every `jobs`-th batch.
     task : str
         What the child runs, ``module:function`` with the events of `run_case`.
 
@@ -86,41 +97,112 @@ def check_on_device(
     DeviceError
         This platform has no child processes of this kind.
     """
-    listener = _Listener(progress)
+    shared = _Progress(progress)
+    listeners = [_Listener(shared, share, jobs) for share in range(jobs)]
+
+    def run(listener: _Listener) -> None:
+        _run_share(listener, reference, seed, examples, silence_s, task)
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        list(pool.map(run, listeners))
+    return _merged([listener.result for listener in listeners])
+
+
+def jobs_of_this_machine() -> int:
+    """Return how many children a check runs at a time on the current CUDA device.
+
+    Returns
+    -------
+    int
+        Two processors and 16 GiB of GPU memory for each, 8 at most and 1 at least.
+    """
+    import torch
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return max(1, min(_MOST_JOBS, processors // 2, memory // _BYTES_A_JOB))
+
+
+def _run_share(
+    listener: _Listener,
+    reference: str,
+    seed: int,
+    examples: int | None,
+    silence_s: float,
+    task: str,
+) -> None:
+    """Run one share of the batches, in one child after another while they break off."""
     result = listener.result
     for _ in range(1 + RESTARTS):
         listener.begin()
         outcome = run_child(
             task,
-            {"case": reference, "seed": seed, "examples": examples, "first": listener.next},
+            {
+                "case": reference,
+                "seed": seed,
+                "examples": examples,
+                "first": listener.next,
+                "stride": listener.stride,
+            },
             silence_s=silence_s,
             on_event=listener.take,
         )
         if outcome.status == "done" and not listener.wants_restart:
-            return result
+            return
         if outcome.status != "done":
             _add_ending(result, outcome, listener, silence_s)
             if listener.label is None:
                 break  # it never came to a batch, and another child would not either
         if listener.total and listener.next >= listener.total:
-            return result
-    left = f"{listener.total - listener.next} of {listener.total}" if listener.total else "all"
+            return
+    left = f"{listener.left} of {listener.total}" if listener.total else "all"
     result.gaps.append(
         Coverage("GPU batches", "not inspected", f"{left} were left after runs that broke off")
     )
-    return result
+
+
+def _merged(results: Sequence[DeviceResult]) -> DeviceResult:
+    total = DeviceResult()
+    for result in results:
+        total.findings.extend(result.findings)
+        total.gaps.extend(result.gaps)
+        total.batches += result.batches
+        total.device = total.device or result.device
+        for name, value in result.totals.items():
+            total.totals[name] = total.totals.get(name, 0) + value
+    return total
+
+
+class _Progress:
+    """Tells one progress callback of several shares; called from their threads."""
+
+    def __init__(self, told: Callable[[str, int, int], None]) -> None:
+        self.told = told
+        self.lock = threading.Lock()
+        self.begun = 0
+
+    def __call__(self, label: str, total: int) -> None:
+        with self.lock:
+            self.told(label, self.begun, total)
+            self.begun += 1
 
 
 class _Listener:
-    """Takes the events of the children of one case, one child after another."""
+    """Takes the events of the children of one share of the batches, one after another."""
 
-    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, progress: _Progress, share: int, stride: int) -> None:
         self.result = DeviceResult()
         self.progress = progress
-        self.next = 0  # the first batch that no child has begun
+        self.next = share  # the first batch of the share that no child has begun
+        self.stride = stride
         self.total = 0
         self.label: str | None = None  # of the batch that the present child is at
         self.wants_restart = False
+
+    @property
+    def left(self) -> int:
+        """Batches of the share that no child has begun."""
+        return len(range(self.next, self.total, self.stride))
 
     def begin(self) -> None:
         self.label = None
@@ -134,8 +216,8 @@ class _Listener:
             self.total = event["batches"]
         elif kind == "begin":
             self.label = event["label"]
-            self.progress(event["label"], event["batch"], self.total)
-            self.next = event["batch"] + 1
+            self.progress(event["label"], self.total)
+            self.next = event["batch"] + self.stride
         elif kind == "end":
             self._add(event)
         elif kind == "restart":
@@ -177,7 +259,7 @@ def run_case(work: Mapping[str, Any], emit: Emit) -> None:
     ----------
     work : mapping
         ``case`` (a reference), ``seed``, ``examples`` (or None), ``first`` (the number of the batch
-        to begin with).
+        to begin with), ``stride`` (from one batch to the next).
     emit : callable
         Takes events, each with a ``kind``: ``device``, ``batches``, ``begin``, ``end``, and
         ``restart`` when the process is of no use for the batches that are left.
@@ -193,7 +275,7 @@ def run_case(work: Mapping[str, Any], emit: Emit) -> None:
     case = registry.load(work["case"])
     batches = registry.draw(case.device_batches, seed=work["seed"], examples=work["examples"])
     emit({"kind": "batches", "batches": len(batches)})
-    for number in range(work["first"], len(batches)):
+    for number in range(work["first"], len(batches), work["stride"]):
         label, batch = batches[number]
         emit({"kind": "begin", "batch": number, "label": label})
         # the next ones in a circle: inputs that the graph of this one can be replayed on

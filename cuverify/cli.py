@@ -20,6 +20,7 @@ import click
 
 import cuverify
 from cuverify.errors import CuverifyError
+from cuverify.evidence.parts import part_names
 
 if TYPE_CHECKING:
     from cuverify.report import Report
@@ -72,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --- options -------------------------------------------------------------------------------------
 
 
-def _json_target(
-    context: click.Context, parameter: click.Parameter, path: Path | None
-) -> Path | None:
+def _target(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a file that cannot be written now, not after minutes of work."""
     if path is not None and str(path) != "-":
         folder = path.absolute().parent
@@ -90,8 +89,18 @@ _json_option = click.option(
     "json_file",
     metavar="FILE",
     type=click.Path(dir_okay=False, writable=True, allow_dash=True, path_type=Path),
-    callback=_json_target,
+    callback=_target,
     help="Also write the report as JSON; '-' prints it instead of the text.",
+)
+
+
+_html_option = click.option(
+    "--html",
+    "html_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_target,
+    help="Also write the report as a page for a browser.",
 )
 
 
@@ -141,7 +150,7 @@ def _value(text: str) -> Value:
 # --- output --------------------------------------------------------------------------------------
 
 
-def _finish(report: Report, json_file: Path | None = None) -> int:
+def _finish(report: Report, json_file: Path | None = None, html_file: Path | None = None) -> int:
     """Print and write a report, and return the exit status that it means."""
     from rich.console import Console
 
@@ -153,11 +162,17 @@ def _finish(report: Report, json_file: Path | None = None) -> int:
         else:
             click.echo(report.to_text(), nl=False)
         if json_file is not None:
-            try:
-                report.write_json(json_file)
-            except OSError as error:
-                raise click.FileError(str(json_file), error.strerror) from error
+            _write(report.write_json, json_file)
+    if html_file is not None:
+        _write(report.write_html, html_file)
     return OK if report.ok else FINDINGS
+
+
+def _write(write: Callable[[Path], None], file: Path) -> None:
+    try:
+        write(file)
+    except OSError as error:
+        raise click.FileError(str(file), error.strerror) from error
 
 
 @contextmanager
@@ -282,6 +297,100 @@ def bench(
 
 
 @cli.command()
+@click.argument("factory", metavar="module:function")
+@click.option(
+    "--silence",
+    "silence_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds without progress after which the step counts as hanging.",
+)
+@_html_option
+@_json_option
+def validate(factory: str, silence_s: float, html_file: Path | None, json_file: Path | None) -> int:
+    """Capture a step in a CUDA graph, replay it, and say what is wrong.
+
+    The function is named module:function or file.py:function, takes nothing and returns a
+    cuverify.validators.CallableCase: a step, its tensors, and how to refill them. It runs in a
+    process of its own, so that a step which hangs or crashes is a finding. Needs a GPU.
+    """
+    from cuverify.validators.api import validate_factory
+
+    return _finish(validate_factory(factory, silence_s=silence_s), json_file, html_file)
+
+
+@cli.command()
+@click.argument("names", nargs=-1, metavar="[NAME|RULE]...")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Processes at once; one a core, 16 at most."
+)
+@click.option("--list", "only_list", is_flag=True, help="Show the mutants and run nothing.")
+@_html_option
+@_json_option
+def zoo(
+    names: tuple[str, ...],
+    jobs: int | None,
+    only_list: bool,
+    html_file: Path | None,
+    json_file: Path | None,
+) -> int:
+    """Validate steps with a known fault and their clean twins: what is found, what is accused.
+
+    Each mutant must be caught by the rule that is named for it, and its twin, which differs in the
+    fault only, must pass. NAME is a mutant or a rule; all run when none is named. Needs a GPU.
+    """
+    from cuverify.validators.zoo import rates, run
+
+    mutants = run.chosen(names)
+    if only_list:
+        return _finish(rates.overview(mutants), json_file, html_file)
+    mutants, not_run = run.judgeable(mutants)
+    with _progress() as progress:
+        runs = run.run_zoo(mutants, jobs=jobs, progress=progress)
+    report = rates.report(runs, not_run=not_run, environment=run.versions())
+    return _finish(report, json_file, html_file)
+
+
+@cli.command()
+@click.argument("rules", nargs=-1, metavar="[RULE]...")
+def explain(rules: tuple[str, ...]) -> int:
+    """Explain rules of the capture validator, such as CV101, or list them all."""
+    from cuverify.validators import explain
+
+    if not rules:
+        for name in explain.names():
+            click.echo(f"{name}  {explain.title(name)}")
+        return OK
+    text = "\n".join(explain.page(rule) for rule in rules)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+    else:
+        click.echo(text, nl=False)
+    return OK
+
+
+@cli.command()
+@click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+)
+@_html_option
+def view(file: Path, html_file: Path | None) -> int:
+    """Show a report that a command wrote as JSON, as text or as a page for a browser."""
+    from cuverify.report import Report
+
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise click.ClickException(f"{file} is no report: {error}") from error
+    return _finish(Report.from_json(document), html_file=html_file)
+
+
+@cli.command()
 @_json_option
 def env(json_file: Path | None) -> int:
     """Say what is installed here, and how to get the rest."""
@@ -314,7 +423,7 @@ def verify(json_file: Path | None) -> int:
 
 
 @evidence.command()
-@click.option("--part", required=True, type=click.Choice(["tests", "bench"]))
+@click.option("--part", required=True, type=click.Choice(part_names()))
 def record(part: str) -> int:
     """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json."""
     from cuverify import evidence

@@ -228,11 +228,13 @@ def record(root: Path | None = None) -> Path:
     EvidenceError
         Two runs differ, or the wrappers changed meanwhile. Nothing is written.
     """
-    from cuverify import env, evidence
+    from cuverify import env
+    from cuverify.evidence import gpu as device
+    from cuverify.evidence import source_root
     from cuverify.files import write_atomically
 
-    root = evidence.source_root() if root is None else root
-    gpu = evidence.gpu_name()
+    root = source_root() if root is None else root
+    gpu = device.gpu_name()
     before = wrapper_digest(root)
     inputs = draw()
     outputs: dict[str, Arrays] = {}
@@ -269,7 +271,7 @@ def record(root: Path | None = None) -> Path:
         "arrays_sha256": hashlib.sha256(content).hexdigest(),
         "values": {name: sum(a.size for a in given.values()) for name, given in outputs.items()},
     }
-    stem = root / FOLDER / evidence.slug(gpu)
+    stem = root / FOLDER / device.slug(gpu)
     write_atomically(stem.with_suffix(".npz"), content)
     path = stem.with_suffix(".json")
     write_atomically(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
@@ -469,11 +471,11 @@ def report(root: Path | None = None, compilers: Sequence[str] | None = None) -> 
     ToolchainError
         There is no C++ compiler.
     """
-    from cuverify import evidence
+    from cuverify.evidence import source_root
     from cuverify.host.options import host_options
     from cuverify.host.toolchain import find_compiler, find_compilers
 
-    root = evidence.source_root() if root is None else root
+    root = source_root() if root is None else root
     result = Report("conformance of the host lane with GPUs")
     names = [c.name for c in find_compilers()] if compilers is None else list(compilers)
     if not names:

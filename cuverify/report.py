@@ -1,4 +1,4 @@
-"""What a run found, as plain data, with JSON and text as views of it.
+"""What a run found, as plain data, with JSON, text and HTML as views of it.
 
 Whoever inspects something fills a `Report`: findings (what is wrong), coverage (what was and what
 was not inspected) and tables (what was measured). A view never adds to it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Union
@@ -26,6 +27,7 @@ Status = Literal["inspected", "not inspected"]
 
 _SEVERITIES = ("error", "warning")
 _STATUSES = ("inspected", "not inspected")
+_SAID = 4  # letters that do not stand in a sentence by chance
 _TEXT_WIDTH = 120  # of a view that no terminal limits
 
 
@@ -215,6 +217,8 @@ class Report:
         ArgumentError
             The document has another schema or lacks a part.
         """
+        if not isinstance(document, Mapping):
+            raise ArgumentError("document", document, "is no report: a JSON object is one")
         if document.get("schema") != SCHEMA:
             raise ArgumentError("schema", document.get("schema"), f"only {SCHEMA} can be read")
         try:
@@ -242,6 +246,39 @@ class Report:
 
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         write_atomically(path, text + "\n")
+
+    def to_html(self) -> str:
+        """Return the report as a page for a browser that needs nothing else.
+
+        Raises
+        ------
+        ArgumentError
+            A value has no JSON form.
+        """
+        from cuverify.report_html import page
+
+        return page(self, self.verdict())
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_html` to a file, whole or not at all.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        """
+        from cuverify.files import write_atomically
+
+        write_atomically(path, self.to_html())
+
+    def verdict(self) -> str:
+        """Return the outcome and the counts in one line."""
+        errors = len(self.errors)
+        missing = sum(entry.status == "not inspected" for entry in self.coverage)
+        counts = [_count(errors, "error"), _count(len(self.findings) - errors, "warning")]
+        if missing:
+            counts.append(f"{missing} not inspected")
+        return f"{'ok' if self.ok else 'not ok'}: {', '.join(counts)}"
 
     def to_text(self, console: Console | None = None) -> str:
         """Return the report as plain text, and print it on `console` when there is one.
@@ -278,21 +315,23 @@ class Report:
             style = "green" if entry.status == "inspected" else "yellow"
             detail = f", {entry.detail}" if entry.detail else ""
             parts.append(Text.assemble(f"{entry.subject}: ", (entry.status, style), detail))
-        parts += [_finding(finding) for finding in self.findings]
-        parts.append(self._verdict())
+        fixes: set[str | None] = set()
+        for finding in self.findings:
+            parts += [Text(), _finding(finding, fixes)]
+        if self.findings:
+            parts.append(Text())
+        parts += self._advice()
+        outcome, colon, counts = self.verdict().partition(":")
+        style = "bold green" if self.ok else "bold red"
+        parts.append(Text.assemble((outcome, style), f"{colon}{counts}"))
         return parts
 
-    def _verdict(self) -> RenderableType:
+    def _advice(self) -> list[RenderableType]:
+        """Return where to read more about the rules that found something."""
         from rich.text import Text
 
-        errors = len(self.errors)
-        warnings = len(self.findings) - errors
-        missing = sum(entry.status == "not inspected" for entry in self.coverage)
-        counts = [_count(errors, "error"), _count(warnings, "warning")]
-        if missing:
-            counts.append(f"{missing} not inspected")
-        word, style = ("ok", "bold green") if self.ok else ("not ok", "bold red")
-        return Text.assemble((word, style), f": {', '.join(counts)}")
+        rules = dict.fromkeys(finding.rule for finding in self.findings if has_page(finding.rule))
+        return [Text(f"more: cuverify explain {' '.join(rules)}", style="dim")] if rules else []
 
 
 def _print(console: Console, parts: Sequence[RenderableType]) -> None:
@@ -302,6 +341,21 @@ def _print(console: Console, parts: Sequence[RenderableType]) -> None:
     for part in parts:
         # a sentence is not broken: `file:line` stays one word to search for and to click on
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def has_page(rule: str) -> bool:
+    """Tell whether `cuverify explain` has a page on a rule, by its name."""
+    return re.fullmatch(r"CV\d{3}", rule) is not None
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of `Report.to_json`, as the package ships it."""
+    import json
+    from importlib.resources import files
+
+    text = (files("cuverify") / "report.schema.json").read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 def plain(value: Any, what: str = "value") -> Any:
@@ -342,7 +396,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _cell(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value of JSON as a person reads it."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -350,9 +405,9 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return " ".join(f"{key}={_cell(entry)}" for key, entry in value.items())
+        return " ".join(f"{key}={shown(entry)}" for key, entry in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(_cell(entry) for entry in value)
+        return ", ".join(shown(entry) for entry in value)
     return str(value)
 
 
@@ -377,11 +432,12 @@ def _table(table: Table) -> RenderableType:
         )
         view.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
-        view.add_row(*(Text(_cell(value)) for value in row))
+        view.add_row(*(Text(shown(value)) for value in row))
     return view
 
 
-def _finding(finding: Finding) -> RenderableType:
+def _finding(finding: Finding, told: set[str | None]) -> RenderableType:
+    """Return a finding as text. A fix among those that were told is only pointed to."""
     from rich.text import Text
 
     style = "bold red" if finding.severity == "error" else "bold yellow"
@@ -391,10 +447,14 @@ def _finding(finding: Finding) -> RenderableType:
     text.append(finding.severity, style=style)
     text.append(f" [{finding.rule}]: {finding.message}")
     for key, value in plain(finding.evidence, "evidence").items():
-        shown = f" {_cell(value)}"
-        if "\n" in shown:  # an excerpt and its caret keep their columns
-            shown = "".join(f"\n        {line}" for line in shown[1:].splitlines())
-        text.append(f"\n    {key}:{shown}", style="dim")
+        if isinstance(value, str) and len(value) >= _SAID and value in finding.message:
+            continue  # the sentence has said it
+        words = f" {shown(value)}"
+        if "\n" in words:  # an excerpt and its caret keep their columns
+            words = "".join(f"\n        {line}" for line in words[1:].splitlines())
+        text.append(f"\n    {key}:{words}", style="dim")
     if finding.fix:
-        text.append(f"\n    fix: {finding.fix}", style="cyan")
+        fix = "as above" if finding.fix in told else finding.fix
+        told.add(finding.fix)
+        text.append(f"\n    fix: {fix}", style="cyan")
     return text

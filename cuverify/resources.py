@@ -6,7 +6,10 @@ Needs NVRTC and no GPU.
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,7 @@ from cuverify.errors import CompileError
 from cuverify.report import Coverage, Finding, Report, Table
 
 if TYPE_CHECKING:
+    from cuverify.compile import Cubin
     from cuverify.diagnostics import Diagnostic
     from cuverify.sources import KernelSource
 
@@ -77,7 +81,7 @@ def survey(
     save: Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Compile every text for every architecture.
+    """Compile every text for every architecture, a thread a processor.
 
     Parameters
     ----------
@@ -87,7 +91,7 @@ def survey(
     save : Path, optional
         Folder for the cubins, under the names by which `cuverify.prebuilt` finds them.
     progress : callable, optional
-        Told before each compilation.
+        Told before each compilation is waited for.
 
     Returns
     -------
@@ -109,18 +113,22 @@ def survey(
 
     architectures = tuple(architectures) or ARCHITECTURES
     sources = tuple(sources)
-    rows: list[tuple[object, ...]] = []
+    rows: dict[KernelSource, list[tuple[object, ...]]] = {}
     said: dict[Diagnostic, list[str]] = {}
     logs: list[Finding] = []
     compiled = 0
     total = len(sources) * len(architectures)
-    for index, source in enumerate(sources):
-        own: list[tuple[object, ...]] = []
-        for number, arch in enumerate(architectures):
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC lets go of Python's lock
+        jobs = {
+            (source, arch): pool.submit(compile_cubin, source, arch)
+            for source in sources
+            for arch in architectures
+        }
+        for number, ((source, arch), job) in enumerate(jobs.items()):
             if progress is not None:
-                progress(f"{source.name} for {arch}", index * len(architectures) + number, total)
+                progress(f"{source.name} for {arch}", number, total)
             try:
-                cubin = compile_cubin(source, arch)
+                cubin = job.result()
             except CompileError as error:
                 for diagnostic in error.diagnostics:
                     if diagnostic.severity != "note":  # it explains the error in front of it
@@ -133,22 +141,11 @@ def survey(
             compiled += 1
             for diagnostic in cubin.warnings:
                 said.setdefault(diagnostic, []).append(arch)
-            for name, taken in sorted(cubin.resources.items()):
-                own.append(
-                    (
-                        name,
-                        arch,
-                        taken.registers,
-                        taken.spill_store_bytes + taken.spill_load_bytes,
-                        taken.stack_bytes,
-                        taken.static_shared_bytes,
-                        taken.constant_bytes,
-                        taken.max_threads,
-                    )
-                )
-        rows += sorted(own, key=lambda row: str(row[0]))  # stable: architectures stay in order
+            rows.setdefault(source, []).extend(_rows(arch, cubin))
     report = Report("compile")
-    report.tables.append(Table("resources", COLUMNS, rows))
+    # by kernel; the sort is stable, so architectures stay in order
+    by_kernel = [sorted(own, key=lambda row: str(row[0])) for own in rows.values()]
+    report.tables.append(Table("resources", COLUMNS, list(itertools.chain(*by_kernel))))
     report.coverage.append(
         Coverage("compile", "inspected", f"{compiled} of {total} compilations succeeded")
     )
@@ -157,6 +154,20 @@ def survey(
     ]
     report.findings += logs
     return report
+
+
+def _rows(arch: str, cubin: Cubin) -> Iterator[tuple[object, ...]]:
+    for name, taken in sorted(cubin.resources.items()):
+        yield (
+            name,
+            arch,
+            taken.registers,
+            taken.spill_store_bytes + taken.spill_load_bytes,
+            taken.stack_bytes,
+            taken.static_shared_bytes,
+            taken.constant_bytes,
+            taken.max_threads,
+        )
 
 
 def _finding(diagnostic: Diagnostic, archs: Sequence[str], asked: Sequence[str]) -> Finding:

@@ -1,7 +1,17 @@
-"""Skips the tests marked `gpu` without a CUDA device, and names hypothesis's profiles. No more."""
+"""Skips the tests marked `gpu` without a CUDA device, names hypothesis's profiles, counts examples.
+
+No more.
+"""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import hypothesis
 import pytest
 from hypothesis import settings
 
@@ -18,6 +28,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _cuda_device():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--counts",
+        type=Path,
+        metavar="FILE",
+        help="write how many examples each property test drew, as JSON; in one process (no -n)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--counts") is not None:
+        config.pluginmanager.register(_Counts(config), "counts of examples")
+
+
+class _Counts:
+    """Collects the property tests that passed, with the examples that each was called with."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: dict[str, int] = {}
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
+        report = yield
+        if report.when == "call" and hasattr(item, "hypothesis_statistics"):
+            self.tests[item.nodeid] = sum(
+                int(count) for count in re.findall(r"(\d+) passing", item.hypothesis_statistics)
+            )
+        if report.failed:
+            self.failed.append(item.nodeid)
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        record = {
+            "profile": settings.get_current_profile_name(),
+            "python": platform.python_version(),
+            "hypothesis": hypothesis.__version__,
+            "examples": sum(self.tests.values()),
+            "failed": sorted(self.failed),
+            "tests": dict(sorted(self.tests.items())),
+        }
+        path = self.config.getoption("--counts")
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _cuda_device() -> bool:

@@ -261,7 +261,7 @@ def end(emit, **findings):
 def start(work, emit, total=3):
     emit({"kind": "device", "device": {"GPU": "Model T", "arch": "sm_90"}})
     emit({"kind": "batches", "batches": total})
-    return range(work["first"], total)
+    return range(work["first"], total, work["stride"])
 
 def clean(work, emit):
     for number in start(work, emit):
@@ -315,13 +315,14 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "made_up_children.py").write_text(TASKS)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def run(name: str, silence_s: float = 30.0) -> DeviceResult:
+    def run(name: str, silence_s: float = 30.0, jobs: int = 1) -> DeviceResult:
         return check_on_device(
             "case",
             seed=0,
             examples=None,
             silence_s=silence_s,
             progress=lambda label, done, total: None,
+            jobs=jobs,
             task=f"made_up_children:{name}",
         )
 
@@ -339,6 +340,28 @@ def test_clean_children_are_counted(children: Any) -> None:
     assert result.batches == 3
     assert result.totals == {"captures": 3, "launches": 6, "kernel_nodes": 0, "replays": 12}
     assert {gap.subject for gap in result.gaps} == {"graph nodes"}
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 5])
+def test_shares_of_several_children_are_added_up(children: Any, jobs: int) -> None:
+    """Also where a child has no batch to do."""
+    result = children("wrong", jobs=jobs)
+    assert found(result) == ["CV601"] * 3
+    assert result.batches == 3
+    assert result.totals["replays"] == 12
+    assert result.device == {"GPU": "Model T", "arch": "sm_90"}
+
+
+def test_a_share_that_dies_leaves_the_others_alone(children: Any) -> None:
+    result = children("hangs_on_1", silence_s=2.0, jobs=2)
+    assert found(result) == ["CV904"]
+    assert result.batches == 2
+
+
+def test_what_dying_shares_leave_is_counted(children: Any) -> None:
+    result = children("dies_always", jobs=2)  # 9 batches: 5 and 4
+    assert found(result) == ["CV905"] * 8
+    assert [gap.detail for gap in result.gaps] == ["1 of 9 were left after runs that broke off"]
 
 
 def test_a_hang_costs_one_batch(children: Any) -> None:
@@ -388,6 +411,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> DeviceResult:
     )
     monkeypatch.setattr(check, "_why_no_gpu", lambda device: None)
     monkeypatch.setattr(check_device, "check_on_device", lambda case, **options: result)
+    monkeypatch.setattr(check_device, "jobs_of_this_machine", lambda: 1)
     return result
 
 

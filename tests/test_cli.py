@@ -410,3 +410,82 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.returncode != 0
+
+
+# --- rules, zoo and views ------------------------------------------------------------------------
+
+
+def test_explain_lists_the_rules_and_shows_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain"]) == cli.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "CV101  a launch is not in the graph"
+    assert len(lines) == len(set(lines)) > 60
+    assert cli.main(["explain", "cv202", "CV101"]) == cli.OK
+    told = capsys.readouterr().out
+    assert told.index("# CV202: ") < told.index("# CV101: ")
+    assert cli.main(["explain", "CV000"]) == cli.COULD_NOT_RUN
+    assert "has no page" in capsys.readouterr().err
+
+
+def test_the_zoo_is_listed_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["zoo", "--list", "CV202", "--json", "-"]) == cli.OK
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert ["item", "CV202"] in [row[:2] for row in table["rows"]]
+    assert {row[1] for row in table["rows"]} == {"CV202"}
+    assert cli.main(["zoo", "no_such_mutant"]) == cli.COULD_NOT_RUN
+    assert "no mutant and no rule" in capsys.readouterr().err
+
+
+def test_the_zoo_runs_what_was_chosen_and_writes_its_views(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cuverify.validators.zoo import run
+    from cuverify.validators.zoo.rates import Run
+
+    def run_zoo(mutants: Any, *, jobs: int | None, progress: Any) -> list[Run]:
+        assert jobs == 3
+        return [Run(mutant, True, Report("silent")) for mutant in mutants]
+
+    monkeypatch.setattr(run, "run_zoo", run_zoo)
+    monkeypatch.setattr(run, "missing", lambda mutant: None)
+    page = tmp_path / "zoo.html"
+    assert cli.main(["zoo", "item", "--jobs", "3", "--html", str(page)]) == cli.FINDINGS
+    assert "item (`.item()` of a length) must be named by CV202" in capsys.readouterr().out
+    assert "must be named by CV202" in page.read_text()
+
+
+def test_a_report_is_viewed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "report.json", tmp_path / "report.html"
+    bad().write_json(file)
+    assert cli.main(["view", str(file), "--html", str(page)]) == cli.FINDINGS
+    assert capsys.readouterr().out == bad().to_text()
+    assert page.read_text() == bad().to_html()
+    for text in ("{", "[]", '{"schema": 9}'):
+        file.write_text(text)
+        assert cli.main(["view", str(file)]) == cli.COULD_NOT_RUN
+    assert cli.main(["view", str(tmp_path / "absent.json")]) == cli.COULD_NOT_RUN
+
+
+def test_a_step_is_validated_by_its_factory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cuverify.validators import api
+
+    asked: list[Any] = []
+
+    def validate_factory(reference: str, *, silence_s: float) -> Report:
+        asked.append((reference, silence_s))
+        return bad()
+
+    monkeypatch.setattr(api, "validate_factory", validate_factory)
+    page = tmp_path / "report.html"
+    arguments = ["validate", "step.py:make", "--silence", "5", "--html", str(page)]
+    assert cli.main(arguments) == cli.FINDINGS
+    assert asked == [("step.py:make", 5.0)]
+    assert capsys.readouterr().out == bad().to_text()
+    assert page.read_text() == bad().to_html()
+
+
+def test_a_factory_that_is_not_there_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "no_such_module:make"]) == cli.COULD_NOT_RUN
+    assert "no_such_module does not import" in capsys.readouterr().err

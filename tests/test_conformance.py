@@ -17,6 +17,7 @@ from cuverify.conformance import NOT_RECORDED
 from cuverify.conformance_inputs import PROBES, draw, fragments, to_bf16
 from cuverify.contract import kernels_in
 from cuverify.errors import DeviceError, EvidenceError
+from cuverify.evidence import gpu
 from cuverify.host.options import host_options
 from cuverify.host.toolchain import find_compilers
 
@@ -87,7 +88,7 @@ def test_the_recording_is_small_and_of_the_present_wrappers(
 
 @pytest.mark.gpu
 def test_this_gpu_does_what_was_recorded() -> None:
-    same = [entry for entry in RECORDINGS if entry.gpu == evidence.gpu_name()]
+    same = [entry for entry in RECORDINGS if entry.gpu == gpu.gpu_name()]
     if not same:
         pytest.skip(NOT_RECORDED)
     if list(conformance._staleness(same[0], ROOT)):
@@ -214,7 +215,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(conformance, "run_on_device", run)
     monkeypatch.setattr(conformance, "_capability", lambda: "9.0")
-    monkeypatch.setattr(evidence, "gpu_name", lambda: "NVIDIA Model T")
+    monkeypatch.setattr(gpu, "gpu_name", lambda: "NVIDIA Model T")
     small = {probe: draw()[probe] for probe in ("mma", "exponentials", "half_arithmetic", "votes")}
     small["mma"] = {name: array[:24] for name, array in small["mma"].items()}
     monkeypatch.setattr(conformance, "draw", lambda: small)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import sys
@@ -10,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from cuverify import evidence
+from cuverify import cases, check_device, evidence
+from cuverify.check_device import DeviceResult
 from cuverify.errors import DeviceError, EvidenceError
+from cuverify.evidence import document as document_of
+from cuverify.evidence import gpu as gpu_of
+from cuverify.evidence import source_tree
+from cuverify.evidence.parts import find_part
+from cuverify.evidence.parts.tests import count_junit
+from cuverify.report import Finding
 
 HASH = "0" * 64
 RUN = {"date": "2026-01-02T03:04:05+00:00", "command": "pytest -m gpu -q", "seconds": 12.5}
@@ -25,6 +33,31 @@ MEASUREMENT = {
     "flops": None,
     "peer": None,
     "error": None,
+}
+
+CASE = {
+    "case": "relocate",
+    "batches": 300,
+    "captures": 300,
+    "launches": 900,
+    "kernel_nodes": 900,
+    "replays": 1200,
+    "findings": [],
+    "not_inspected": [],
+}
+
+ZOO = {
+    "mutants": 2,
+    "caught": 2,
+    "twins": 2,
+    "accused": 0,
+    "classes": 2,
+    "missed": [],
+    "misplaced": [],
+    "false_alarms": [],
+    "unforeseen": [],
+    "not_run": [],
+    "rules": [{"rule": "CV101", "mutants": 2, "caught": 2, "twins": 2, "accused": 0}],
 }
 
 
@@ -44,6 +77,18 @@ def document() -> dict[str, Any]:
                 "run": RUN,
                 "versions": {"python": "3.12"},
                 "data": [MEASUREMENT, {**MEASUREMENT, "us": None, "error": "does not fit"}],
+            },
+            "check": {
+                "digests": {"kernels": HASH, "lanes": HASH, "validators": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": [copy.deepcopy(CASE)],
+            },
+            "zoo": {
+                "digests": {"lanes": HASH, "validators": HASH},
+                "run": RUN,
+                "versions": {"python": "3.12"},
+                "data": copy.deepcopy(ZOO),
             },
         },
     }
@@ -82,7 +127,7 @@ def put(root: Path, content: Any) -> Path:
 
 def test_groups_hold_what_a_result_depends_on(tree: Path) -> None:
     def names(group: str) -> list[str]:
-        return [path.relative_to(tree).as_posix() for path in evidence.group_files(tree, group)]
+        return [path.relative_to(tree).as_posix() for path in source_tree.group_files(tree, group)]
 
     assert names("kernels") == ["kernels_cu/a.cu", "kernels_cu/include/b.cuh"]
     assert names("lanes") == ["cuverify/host/env.py", "cuverify/kernel.py"]
@@ -91,35 +136,35 @@ def test_groups_hold_what_a_result_depends_on(tree: Path) -> None:
 
 
 def test_a_digest_sees_content_names_and_new_files_only(tree: Path) -> None:
-    before = evidence.digest(tree, "kernels")
+    before = source_tree.digest(tree, "kernels")
     (tree / "kernels_cu" / "notes.txt").write_text("changed")
     cache = tree / "kernels_cu" / "__pycache__"
     cache.mkdir()
     (cache / "c.h").write_text("x")
-    assert evidence.digest(tree, "kernels") == before
+    assert source_tree.digest(tree, "kernels") == before
 
     seen = {before}
     (tree / "kernels_cu" / "a.cu").write_text("kernel ")
-    seen.add(evidence.digest(tree, "kernels"))
+    seen.add(source_tree.digest(tree, "kernels"))
     (tree / "kernels_cu" / "a.cu").write_text("kernel")
-    assert evidence.digest(tree, "kernels") == before
+    assert source_tree.digest(tree, "kernels") == before
     (tree / "kernels_cu" / "a.cu").rename(tree / "kernels_cu" / "c.cu")
-    seen.add(evidence.digest(tree, "kernels"))
+    seen.add(source_tree.digest(tree, "kernels"))
     (tree / "kernels_cu" / "d.cu").write_text("")
-    seen.add(evidence.digest(tree, "kernels"))
+    seen.add(source_tree.digest(tree, "kernels"))
     assert len(seen) == 4
 
 
 def test_a_digest_does_not_depend_on_where_the_tree_is(tree: Path) -> None:
-    before = {group: evidence.digest(tree, group) for group in evidence.GROUPS}
+    before = {group: source_tree.digest(tree, group) for group in source_tree.GROUPS}
     moved = tree.rename(tree.with_name("elsewhere"))
-    assert {group: evidence.digest(moved, group) for group in evidence.GROUPS} == before
+    assert {group: source_tree.digest(moved, group) for group in source_tree.GROUPS} == before
 
 
 def test_an_empty_group_is_an_incomplete_tree(tree: Path) -> None:
     (tree / "validators" / "capture.py").unlink()
     with pytest.raises(EvidenceError, match="validators"):
-        evidence.digest(tree, "validators")
+        source_tree.digest(tree, "validators")
 
 
 def test_the_root_is_found_from_below_and_refused_outside(tree: Path, tmp_path: Path) -> None:
@@ -223,7 +268,7 @@ def test_missing_evidence_is_refused_with_the_way_to_get_it(tree: Path) -> None:
 def fresh(tree: Path) -> dict[str, Any]:
     result = document()
     for part in result["sections"]:
-        result["sections"][part]["digests"] = evidence.digests(tree, part)
+        result["sections"][part]["digests"] = document_of.digests(tree, part)
     return result
 
 
@@ -241,13 +286,19 @@ def test_fresh_evidence_is_ok_without_findings(tree: Path) -> None:
 def test_a_change_makes_only_the_dependent_sections_stale(tree: Path) -> None:
     put(tree, fresh(tree))
     (tree / "tests" / "test_a.py").write_text("changed")
-    assert {s.part: s.stale for s in evidence.statuses(tree)} == {"bench": (), "tests": ("tests",)}
+    stale = {s.part: s.stale for s in evidence.statuses(tree)}
+    assert stale == {"bench": (), "check": (), "tests": ("tests",), "zoo": ()}
     (tree / "kernels_cu" / "a.cu").write_text("changed")
     stale = {s.part: s.stale for s in evidence.statuses(tree)}
-    assert stale == {"bench": ("kernels",), "tests": ("kernels", "tests")}
+    assert stale == {
+        "bench": ("kernels",),
+        "check": ("kernels",),
+        "tests": ("kernels", "tests"),
+        "zoo": (),
+    }
     report = evidence.report(tree)
     assert report.ok, "stale evidence is said, not failed"
-    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 2
+    assert [finding.rule for finding in report.findings] == ["evidence-stale"] * 3
 
 
 def test_a_face_may_change_without_making_evidence_stale(tree: Path) -> None:
@@ -277,13 +328,14 @@ def test_an_absent_section_is_a_warning(tree: Path) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu_of, "gpu_name", lambda: "NVIDIA H200")
 
 
 def recorder(
     monkeypatch: pytest.MonkeyPatch, part: str, make: Callable[[Path], tuple[str, Any]]
 ) -> None:
-    monkeypatch.setattr(evidence, "_RECORDERS", {**evidence._RECORDERS, part: make})
+    module = sys.modules[f"cuverify.evidence.parts.{part}"]
+    monkeypatch.setattr(module, "PART", dataclasses.replace(find_part(part), record=make))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +349,7 @@ def recorder(
     ],
 )
 def test_a_file_is_named_after_its_gpu(gpu_name: str, stem: str) -> None:
-    assert evidence.slug(gpu_name) == stem
+    assert gpu_of.slug(gpu_name) == stem
 
 
 def test_recording_needs_a_device(tree: Path) -> None:
@@ -328,7 +380,52 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sections["bench"]["data"] == [MEASUREMENT]
     assert "python" in sections["bench"]["versions"]
     assert [entry.name for entry in path.parent.iterdir()] == ["h200.json"]
-    assert evidence.report(tree).findings == []
+    absent = [finding.message for finding in evidence.report(tree).findings]
+    assert absent == ["h200.json has no section 'check'", "h200.json has no section 'zoo'"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"batches": 0}, "no batch ran"),
+        ({"replays": -1}, "replays is -1"),
+        ({"findings": [""]}, "findings"),
+        ({"case": ""}, "not a name"),
+        ({"more": 1}, "must hold exactly"),
+    ],
+)
+def test_a_malformed_check_is_refused(damage: dict[str, Any], said: str) -> None:
+    content = document()
+    content["sections"]["check"]["data"] = [{**CASE, **damage}]
+    (problem,) = evidence.validate(content)
+    assert said in problem
+
+
+def test_a_recorded_finding_is_an_error(tree: Path) -> None:
+    content = fresh(tree)
+    content["sections"]["check"]["data"][0]["findings"] = ["CV601 replay 2 differs"]
+    put(tree, content)
+    (error,) = evidence.report(tree).errors
+    assert error.message == "h200.json records a finding in relocate: CV601 replay 2 differs"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_check_is_recorded_by_case(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(name: str, **options: Any) -> DeviceResult:
+        found = [Finding("CV601", "error", "differs")] if name == "relocate" else []
+        totals = {"captures": 7, "launches": 8, "kernel_nodes": 9, "replays": 10, "more": 1}
+        return DeviceResult(findings=found, batches=options["examples"], totals=totals)
+
+    monkeypatch.setattr(check_device, "check_on_device", check)
+    monkeypatch.setattr(check_device, "jobs_of_this_machine", lambda: 2)
+    path = evidence.record("check", root=tree)
+    entries = {entry["case"]: entry for entry in evidence.load(path)["sections"]["check"]["data"]}
+    assert entries.keys() == set(cases.names())
+    assert entries["relocate"]["findings"] == ["CV601 differs"]
+    assert entries["verify_plan"] == {
+        **CASE, "case": "verify_plan", "batches": 300, "captures": 7, "launches": 8,
+        "kernel_nodes": 9, "replays": 10,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("gpu")
@@ -407,10 +504,10 @@ def test_a_test_run_that_could_not_start_is_not_recorded(tree: Path) -> None:
 def test_what_is_no_junit_xml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "junit.xml"
     with pytest.raises(EvidenceError, match="no JUnit XML"):
-        evidence.count_junit(path)
+        count_junit(path)
     path.write_text("<html/>")
     with pytest.raises(EvidenceError, match="no testsuite"):
-        evidence.count_junit(path)
+        count_junit(path)
 
 
 def test_the_file_written_is_as_readable_as_others(tmp_path: Path) -> None:
@@ -435,4 +532,4 @@ def test_committed_evidence_is_well_formed() -> None:
     if not list((root / "evidence").glob("*.json")):
         pytest.skip("no evidence was recorded yet")
     for path in evidence.evidence_files(root):
-        assert path.stem == evidence.slug(evidence.load(path)["gpu"])
+        assert path.stem == gpu_of.slug(evidence.load(path)["gpu"])

@@ -443,6 +443,8 @@ def test_tensors_are_found_wherever_a_step_keeps_them(monkeypatch: pytest.Monkey
     assert found_array[0] == "step.array"
     assert reach.address_of(array) == (array.ctypes.data, 12)
     assert reach.address_of(inner) == (inner.data_ptr(), 8)
+    pointer = SimpleNamespace(ptr=108, mem=SimpleNamespace(ptr=100, size=64))
+    assert reach.address_of(pointer) == (108, 56)
     assert tensors_reached(lambda: array) == {}
     assert set(tensors_reached(holder.__call__)) >= {"step.plan", "step.parts[0]"}
 
@@ -569,7 +571,7 @@ def test_what_was_seen_before_a_hang_is_kept() -> None:
 
     from cuverify.report import Finding, Report
 
-    listener = api._Listener("m:f")
+    listener = api.Listener("m:f")
     before = Report("capture of f", [Finding("CV202", "error", "waits")])
     listener.take({"kind": "stage", "stage": "replays"})
     listener.take({"kind": "report", "report": before.to_json()})

@@ -4,7 +4,9 @@ import io
 import json
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from rich.console import Console
 
 from cuverify.errors import ArgumentError
 from cuverify.files import write_atomically
-from cuverify.report import Coverage, Finding, Report, Table, plain
+from cuverify.report import Coverage, Finding, Report, Table, has_page, plain, schema
 
 
 def example() -> Report:
@@ -74,6 +76,12 @@ def test_json_is_versioned_and_comes_back() -> None:
 def test_a_document_that_is_no_report_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ArgumentError):
         Report.from_json({**example().to_json(), **change})
+
+
+@pytest.mark.parametrize("document", [[], None, "report", 1])
+def test_what_is_no_object_is_no_report(document: Any) -> None:
+    with pytest.raises(ArgumentError, match="is no report"):
+        Report.from_json(document)
 
 
 def test_values_become_json() -> None:
@@ -163,6 +171,178 @@ def test_markup_in_messages_is_shown_as_it_is() -> None:
 def test_malformed_parts_are_refused_where_they_are_made(make: object) -> None:
     with pytest.raises(ArgumentError):
         make()  # type: ignore[operator]
+
+
+# --- the published schema ------------------------------------------------------------------------
+
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+}
+_CHECKED = {"type", "required", "additionalProperties", "properties", "items", "const", "enum"}
+_CHECKED |= {"minLength", "$ref"}
+_SAID = {"$schema", "$id", "$defs", "title", "description"}
+
+
+def problems(value: Any, rule: dict[str, Any], whole: dict[str, Any], where: str) -> list[str]:
+    """Hold a value against the part of JSON Schema that the published one uses."""
+    assert set(rule) <= _CHECKED | _SAID, f"{where}: a keyword that nothing here checks"
+    if "$ref" in rule:
+        return problems(value, whole["$defs"][rule["$ref"].rpartition("/")[2]], whole, where)
+    found = []
+    if "const" in rule and value != rule["const"]:
+        found.append(f"{where} is not {rule['const']!r}")
+    if "enum" in rule and value not in rule["enum"]:
+        found.append(f"{where} is none of {rule['enum']}")
+    if "type" in rule:
+        names = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+        if not isinstance(value, tuple(_TYPES[name] for name in names)):
+            return [*found, f"{where} is no {names}"]
+    if len(value) < rule.get("minLength", 0) if isinstance(value, str) else False:
+        found.append(f"{where} is too short")
+    if isinstance(value, dict):
+        found += [
+            f"{where}.{name} is missing" for name in rule.get("required", ()) if name not in value
+        ]
+        known = rule.get("properties", {})
+        for name, inner in value.items():
+            if name in known:
+                found += problems(inner, known[name], whole, f"{where}.{name}")
+            elif rule.get("additionalProperties") is False:
+                found.append(f"{where}.{name} is unknown")
+    if isinstance(value, list) and "items" in rule:
+        for index, inner in enumerate(value):
+            found += problems(inner, rule["items"], whole, f"{where}[{index}]")
+    return found
+
+
+def test_a_report_keeps_the_published_schema() -> None:
+    for report in (example(), Report("empty")):
+        document = json.loads(json.dumps(report.to_json()))
+        assert problems(document, schema(), schema(), "report") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"ok": "yes"},
+        {"more": 1},
+        {"findings": [{}]},
+        {"findings": [{**example().to_json()["findings"][0], "severity": "fatal"}]},
+        {"findings": [{**example().to_json()["findings"][0], "rule": ""}]},
+        {"findings": [{**example().to_json()["findings"][0], "where": 3}]},
+        {"coverage": [{"subject": "x", "status": "skipped", "detail": ""}]},
+        {"tables": [{"title": "", "columns": [1], "rows": [[1]]}]},
+        {"tables": {}},
+        {"environment": []},
+    ],
+)
+def test_the_schema_refuses_what_is_no_report(change: dict[str, Any]) -> None:
+    document = {**example().to_json(), **change}
+    assert problems(document, schema(), schema(), "report")
+
+
+def test_the_schema_names_every_field_of_the_json() -> None:
+    document = example().to_json()
+    assert set(schema()["properties"]) == set(document)
+    parts = schema()["$defs"]
+    assert set(parts["finding"]["properties"]) == set(document["findings"][0])
+    assert set(parts["coverage"]["properties"]) == set(document["coverage"][0])
+    assert set(parts["table"]["properties"]) == set(document["tables"][0])
+
+
+# --- the page for a browser ----------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Reads a page: its text, its tags in balance, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in {"script", "link", "img", "iframe"} or {"src", "href"} & {
+            key for key, _ in attrs
+        }:
+            self.loads.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_says_everything_and_loads_nothing() -> None:
+    report = example()
+    report.findings.append(Finding("CV101", "error", "<b>lost</b> & gone", "a<b.py:3"))
+    page = Page(report.to_html())
+    assert page.open == [] and page.loads == []
+    text = " ".join(page.words)
+    for words in (
+        "relocate",
+        "not ok: 2 errors, 1 warning, 1 not inspected",
+        "x.cu:12",
+        "two threads write byte [8]",
+        "sync",
+        "0, 0, 0",
+        "no CUDA device",
+        "registers",
+        "3.11",
+        "<b>lost</b> & gone",
+        "a<b.py:3",
+        "cuverify explain CV101",
+    ):
+        assert words in text, words
+    assert "<b>lost" not in report.to_html()
+    assert Page(Report("empty").to_html()).open == []
+
+
+def test_write_html(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    example().write_html(path)
+    assert path.read_text(encoding="utf-8") == example().to_html()
+
+
+def test_a_fix_is_told_once() -> None:
+    report = Report("check")
+    report.findings += [
+        Finding("CV204", "error", "first", "x.py:1", fix="make the stream current"),
+        Finding("CV204", "error", "second", "x.py:2", fix="make the stream current"),
+        Finding("CV101", "error", "third", fix="launch elsewhere"),
+    ]
+    lines = [line.strip() for line in report.to_text().splitlines() if "fix:" in line]
+    assert lines == ["fix: make the stream current", "fix: as above", "fix: launch elsewhere"]
+
+
+def test_evidence_that_the_sentence_holds_is_not_said_again() -> None:
+    report = Report("check")
+    evidence = {"kernel": "affine", "stream": "0x0", "code": "launch(x)", "bytes": 8}
+    report.findings.append(Finding("CV101", "error", "`affine` ran on 0x0: 8", None, evidence))
+    text = report.to_text()
+    assert "kernel:" not in text
+    assert "stream: 0x0" in text and "code: launch(x)" in text and "bytes: 8" in text
+    assert "affine" in json.dumps(report.to_json()["findings"][0]["evidence"])
+
+
+def test_text_says_where_to_read_on() -> None:
+    report = example()
+    assert "cuverify explain" not in report.to_text()
+    report.findings += [Finding("CV202", "error", "waits")] * 2
+    report.findings.append(Finding("CV101", "warning", "lost"))
+    assert "more: cuverify explain CV202 CV101\n" in report.to_text()
+    assert has_page("CV101") and not has_page("race") and not has_page("CV1012")
 
 
 def test_write_json(tmp_path: Path) -> None:

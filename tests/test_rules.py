@@ -451,6 +451,7 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         {"CV605"},
     ),
     ("an unload", calls(call("cuModuleUnload", "unload", "between replays")), {"CV408"}),
+    ("an unload in a refill", calls(call("cuModuleUnload", "unload", "refill")), {"CV408"}),
     (
         "pinned memory that nobody holds",
         with_node(node(), NodeSeen("memcpy", source=pointer(0x55, space="pinned"), size=4)),

@@ -19,7 +19,7 @@ from cuverify.validators.rules import judge
 from cuverify.validators.subject import CallableStep
 from cuverify.validators.summary import report_of
 
-from cuverify.errors import ArgumentError, CaseError
+from cuverify.errors import ArgumentError, CaseError, DeviceError
 from cuverify.report import Coverage, Report
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 BATCHES = 6  # of a check case, when the caller does not say how many
 SILENCE_S = 60.0
+
+# what a child says before it has looked at anything
+_COULD_NOT_RUN = {"CaseError": CaseError, "DeviceError": DeviceError}
 
 _TASK = f"{__name__}:run_in_child"
 
@@ -135,8 +138,12 @@ def validate_factory(
     ------
     ArgumentError
         `silence_s` is not positive.
+    CaseError
+        The factory cannot be found.
+    DeviceError
+        There is no CUDA device.
     """
-    listener = _Listener(reference)
+    listener = Listener(reference)
     outcome = run_child(
         _TASK,
         {"reference": reference},
@@ -144,6 +151,8 @@ def validate_factory(
         on_event=listener.take,
         environment=environment,
     )
+    if outcome.kind in _COULD_NOT_RUN:
+        raise _COULD_NOT_RUN[outcome.kind](outcome.error.partition(": ")[2])
     return listener.report(outcome, silence_s)
 
 
@@ -225,7 +234,7 @@ def _batches(case: Any, seed: int, examples: int | None) -> list[tuple[str, Any]
     return found
 
 
-class _Listener:
+class Listener:
     """Keeps what a child said last."""
 
     def __init__(self, reference: str) -> None:
@@ -234,12 +243,14 @@ class _Listener:
         self.last: Report | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
+        """Hear an event."""
         if event["kind"] == "stage":
             self.stage = event["stage"]
         else:
             self.last = Report.from_json(event["report"])
 
     def report(self, outcome: ChildOutcome, silence_s: float) -> Report:
+        """Return the last report, with how the process ended where it did not come to its end."""
         report = self.last or Report(f"capture of {self.reference}")
         if outcome.status != "done":
             end = EndSeen(
@@ -261,6 +272,20 @@ def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
     """Be the child: make the case, validate it, and send its report."""
     made = load_factory(work["reference"])
     case = made() if callable(made) and not hasattr(made, "device_batches") else made
+    if isinstance(case, CallableCase) and case.name == CallableCase.name:
+        case.name = work["reference"].rpartition(":")[2]
+    report_to(emit, case)
+
+
+def report_to(emit: Emit, case: Any) -> None:
+    """Validate a case and send each part that begins, with what was found until then, and the end.
+
+    Parameters
+    ----------
+    emit : callable
+        Takes the events that `Listener` hears.
+    case : CallableCase or CheckCase
+    """
 
     def begins(part: str, seen: CaptureSeen) -> None:
         emit({"kind": "stage", "stage": part})

@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NoReturn
 
 from cuverify.errors import ArgumentError, DeviceError
 
@@ -278,7 +278,22 @@ def _main(channel: int) -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
     os.set_inheritable(channel, False)
-    module, _, function = message["task"].partition(":")
+    perform(channel, message["task"], message["work"])
+
+
+def perform(channel: int, task: str, work: Mapping[str, Any]) -> NoReturn:
+    """Run a task, send its events and its end as lines of JSON, and end this process.
+
+    Parameters
+    ----------
+    channel : int
+        File descriptor to write to.
+    task : str
+        ``module:function``, which takes the work and a function that sends an event.
+    work : mapping
+        JSON values.
+    """
+    module, _, function = task.partition(":")
 
     def send(value: Mapping[str, Any]) -> None:
         data = (json.dumps(value) + "\n").encode()
@@ -286,8 +301,8 @@ def _main(channel: int) -> None:
             data = data[os.write(channel, data) :]
 
     try:
-        task = getattr(importlib.import_module(module), function)
-        task(message["work"], lambda event: send({"event": event}))
+        run = getattr(importlib.import_module(module), function)
+        run(work, lambda event: send({"event": event}))
         end: dict[str, Any] = {"done": True}
     except BaseException as error:
         end = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from pathlib import Path
@@ -18,8 +19,9 @@ _OUR_STEPS = (
     "cuverify.benches.",
     "cuverify.reference.",
     "cuverify.sglang.",
-    "cuverify.validators.zoo",
+    "cuverify.validators.zoo.cv",
 )
+_CHILD = str(Path(__file__).with_name("child.py"))
 _DEPTH = 60  # frames that are looked at: a call from deeper inside a library has no place
 
 
@@ -63,6 +65,8 @@ def modules_in(frame: FrameType | None) -> set[str]:
 
 def is_library(frame: FrameType) -> bool:
     """Tell whether a frame's code is a library's, and not the step's."""
+    if frame.f_code.co_filename == _CHILD:  # the module of a child process is called __main__
+        return True
     module = str(frame.f_globals.get("__name__", ""))
     top = module.partition(".")[0]
     known = top in _LIBRARIES or top in sys.stdlib_module_names
@@ -75,3 +79,14 @@ def short_path(file: str) -> str:
         return str(Path(file).relative_to(Path.cwd()))
     except (OSError, ValueError):
         return file
+
+
+def line_at(where: str | None) -> str:
+    """Return the line of a file that ``file:line`` names, without its indentation.
+
+    Empty when there is no such line, or no file here: a report may come from elsewhere.
+    """
+    file, _, number = (where or "").rpartition(":")
+    if not file or not number.isdigit():
+        return ""
+    return linecache.getline(str(Path(file).absolute()), int(number)).strip()

@@ -28,8 +28,8 @@ def address_of(value: Any) -> tuple[int, int]:
         return int(value.ctypes.data), int(value.nbytes)
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return int(value.data.ptr), int(value.nbytes)
-    size = value.size() if callable(getattr(value, "size", None)) else value.mem.size
-    return int(value.ptr), int(size)
+    # CuPy's pointers into a piece of memory
+    return int(value.ptr), int(value.mem.size) - (int(value.ptr) - int(value.mem.ptr))
 
 
 def memory_reached(root: Any) -> dict[str, Any]:

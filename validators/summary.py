@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from cuverify.validators.places import line_at
 
 from cuverify.report import Coverage, Finding, Report, Table
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from cuverify.validators.observations import CaptureSeen
 
 _PACKAGES = ("cuda-bindings", "cupti-python", "triton")
+_EFFECTS = frozenset({"CV201", "CV601", "CV602", "CV603", "CV609"})
 _MOST_NODES = 40
 _GRAPH_COLUMNS = ("node", "kind", "kernel", "grid", "block", "shared B", "arguments", "pointers")
 _OUTPUT_COLUMNS = (
@@ -44,12 +48,20 @@ def report_of(name: str, results: Sequence[CaptureResult]) -> Report:
             key = _key(finding)
             if key not in told:
                 told.add(key)
-                report.findings.append(finding)
+                report.findings.append(_with_line(finding))
         for line in result.coverage:
             _add(report.coverage, line)
+    # what names a cause comes before what only shows its effect
+    report.findings.sort(key=lambda finding: finding.rule in _EFFECTS)
     for result in results:
         report.tables.extend(tables(result.seen))
     return report
+
+
+def _with_line(finding: Finding) -> Finding:
+    """Show the line of code that a finding points to."""
+    line = line_at(finding.where)
+    return replace(finding, evidence={"code": line, **finding.evidence}) if line else finding
 
 
 def tables(seen: CaptureSeen) -> list[Table]:

@@ -15,6 +15,9 @@ import cuverify
 from cuverify.bench import Timing, gated
 
 EXAMPLES = 200
+# blocks as small as the batches: a fuzzing run waits for threads that have nothing to do
+SMALL_PLAN = {"PLAN_THREADS": 32, "LIST_THREADS": 32}
+SMALL_COMBINE = {"COMBINE_THREADS": 64}
 TREE_TOKENS = 8
 PREFIX = 70
 # examples a second that are aimed at, by the columns of a row
@@ -97,7 +100,9 @@ class _Judge:
         size = Capacity(1, TREE_TOKENS, 2 * (rows + 1), PREFIX, 1, (4, rows + 16))
         sized = SizedBatch(batch, size)
         if self.step is None:
-            self.step = VerifyAttentionStep(sized, "numpy", num_ctas=2)
+            self.step = VerifyAttentionStep(
+                sized, "numpy", num_ctas=2, plan_values=SMALL_PLAN, values=SMALL_COMBINE
+            )
         self.step.refill(sized)
         self.step.poison()
         with self._lane():
