@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import struct
+import sys
 import threading
 from enum import IntEnum
 from pathlib import Path
@@ -217,6 +218,25 @@ def test_the_fallback_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch) -> 
     assert armed_modes() == before
     assert observer.calls == []
     assert "none here" in observer.name
+
+
+def test_a_warning_of_torch_is_placed_where_the_step_caused_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import warnings
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    show, filters = warnings.showwarning, list(warnings.filters)
+    observer = FallbackObserver("none here", torch)
+    with observer.phase("capture"):
+        line = sys._getframe().f_lineno + 1
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    (seen,) = observer.calls
+    assert (seen.kind, seen.phase) == ("sync", "capture")
+    assert str(seen.where).endswith(f"test_observation.py:{line}")
+    assert warnings.showwarning is show
+    assert warnings.filters == filters
 
 
 def test_the_fallback_notes_a_place_once() -> None:

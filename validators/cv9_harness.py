@@ -34,6 +34,7 @@ def _vacuous(seen: CaptureSeen) -> Iterator[Verdict]:
             "the right answer is the same for all inputs: a graph that ignores its inputs passes",
             evidence={"inputs": list(dict.fromkeys(run.label for run in runs))},
             fix="Let refill() write other inputs for another seed.",
+            severity="warning",
         )
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import traceback
 from pathlib import Path
 from types import FrameType
 
-# frames of these packages are not where a mistake stands, but where it was noticed
+# frames of these packages, and of Python's own, are not where a mistake stands, but where it was
+# noticed
 _LIBRARIES = frozenset(
-    {
-        "torch", "cupy", "cupy_backends", "cupyx", "numpy", "cuda", "cupti", "triton", "contextlib",
-        "threading", "functools", "importlib", "cuverify", "concurrent", "weakref", "gc", "runpy",
-    }
-)  # fmt: skip
+    {"torch", "cupy", "cupy_backends", "cupyx", "numpy", "cuda", "cupti", "triton", "cuverify"}
+)
 _OUR_STEPS = (
     "cuverify.cases.",
     "cuverify.ops.",
@@ -69,7 +68,9 @@ def is_library(frame: FrameType) -> bool:
     if frame.f_code.co_filename == _CHILD:  # the module of a child process is called __main__
         return True
     module = str(frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] in _LIBRARIES and not module.startswith(_OUR_STEPS)
+    top = module.partition(".")[0]
+    known = top in _LIBRARIES or top in sys.stdlib_module_names
+    return known and not module.startswith(_OUR_STEPS)
 
 
 def short_path(file: str) -> str:

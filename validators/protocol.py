@@ -605,9 +605,10 @@ class CaptureProtocol:
                 if hasattr(tensor, "data_ptr"):
                     found.append(_tensor_seen(path, role, tensor))
         for path, value in self._held(memory_reached, step).items():
-            address, size = address_of(value)
-            device = str(getattr(value, "device", "cpu"))
-            found.append(TensorSeen(path, "held", address, size, device))
+            with contextlib.suppress(Exception):  # an array of an unusual kind has no address
+                address, size = address_of(value)
+                device = str(getattr(value, "device", "cpu"))
+                found.append(TensorSeen(path, "held", address, size, device))
         return tuple(found)
 
     def held(self) -> dict[str, Any]:
