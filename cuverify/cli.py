@@ -546,7 +546,7 @@ def picture_command(file: Path, gpu: str | None) -> int:
 def record(part: str, shapes: str | None, seconds: float | None) -> int:
     """Measure one part on this machine's GPU and merge it into evidence/<gpu>.json.
 
-    The part 'attention' takes about five minutes; it also writes docs/performance.md.
+    The part 'attention' takes minutes; it also writes docs/performance.md.
     """
     from cuverify import evidence
 

@@ -209,6 +209,34 @@ def test_tuning_needs_a_gpu_and_a_known_variant(
         tuner.tune(["sm77"], folder=tmp_path)
 
 
+def test_a_table_is_written_and_keeps_what_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    from cuverify.evidence import gpu
+
+    monkeypatch.setattr(gpu, "gpu_name", lambda: "NVIDIA RTX PRO 6000")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr(tuner, "Measuring", lambda: best_at(STAGES=5, ROOT_HALVES=2))
+    kept = Entry("sm90", None, Choice(values={"COMBINE_UNROLL": 8}))
+    path = tmp_path / "rtx-pro-6000.json"
+    old = TunedTable("NVIDIA RTX PRO 6000", "sm_120", (kept,))
+    path.write_text(json.dumps(old.to_json()))
+    report, written = tuner.tune(folder=tmp_path)
+    assert written == path
+    table = TunedTable.from_json(json.loads(path.read_text()))
+    assert table.architecture == "sm_120"
+    assert [entry.rows for entry in table.entries[:-1]] == [64, 128, 256, 512, None]
+    choice = table.lookup("portable", 64)
+    assert choice is not None
+    assert (choice.plan["ROOT_HALVES"], choice.values["STAGES"]) == (2, 5)
+    assert table.entries[-1] == kept
+    assert report.tables[0].title == "values of portable"
+    tuner.tune(["portable"], folder=tmp_path, seconds=1e-9)
+    assert TunedTable.from_json(json.loads(path.read_text())) == table, "nothing was finished"
+
+
 @pytest.mark.gpu
 def test_a_candidate_is_judged_before_it_is_timed() -> None:
     measure = tuner.Measuring(repeats=2)
