@@ -462,6 +462,41 @@ def test_grids_that_rows_and_layers_do_not_divide(xp: Target) -> None:
                 assert_right(batch, xp, num_ctas=num_ctas, values=values, **LONG)
 
 
+# What a plan chooses on a GPU, for rows of whole pieces and for the length of the lists.
+ON_A_GPU: tuple[dict[str, int], ...] = (
+    {"NARROW_ROWS": 0, "LIST_PIECES": 1},
+    {"NARROW_ROWS": 0, "LIST_PIECES": 4},
+    {"NARROW_ROWS": 0, **LONGER_LISTS},
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_text_as_a_gpu_gets_it(schedule: Schedule) -> None:
+    bounds: dict[str, Any] = {"max_slots": 40, "row_bytes": (16, 144, 1152)}
+    lists = drawn(relocation_batches(**bounds), 10, seed=5)
+    lists += drawn(faulty_relocation_batches(**bounds), 3, seed=5)
+    for batch in lists:
+        for values in ON_A_GPU:
+            # one piece a thread is for lists of up to 16 rows of 8 pieces
+            if batch.capacity <= 16 * values["LIST_PIECES"]:
+                assert_right_when_checked(batch, schedule, values=values)
+        assert_right_when_checked(batch, schedule, values={"NARROW_ROWS": 0}, **LONG)
+
+
+@both_lanes
+@pytest.mark.parametrize("capacity", [1, 15, 16, 17, 32, 33, 64, 127, 128, 129, 1023, 1024, 1025])
+@pytest.mark.parametrize("shape", ["disjoint", "cycles"])
+def test_every_length_of_lists(shape: Any, capacity: int, xp: Target) -> None:
+    rows = max(1, capacity - 1)
+    (batch,) = drawn(
+        relocation_batches(
+            min_slots=2200, max_slots=2200, min_rows=rows, max_rows=rows, row_bytes=(48,),
+            max_layers=1, max_row_gap=0, max_tail=0, allow_stays=False, shapes=[shape],
+        ), 1, seed=capacity,
+    )  # fmt: skip
+    assert_right(batch.padded(capacity), xp)
+
+
 @both_lanes
 def test_one_list_after_another_in_one_step(xp: Target) -> None:
     replays = Replays(xp)

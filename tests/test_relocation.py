@@ -612,8 +612,6 @@ def test_a_move_waits_for_the_last_read() -> None:
     holders = SlotHolders(2 * rows)
     readers = Readers("cuda")
     relocation = Relocation(holders, mover, readers=readers)
-    live = np.zeros(2 * rows, bool)
-    live[1:rows] = True
     plan = MovePlan(np.arange(1, rows), np.arange(1, rows) + rows, 0, True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

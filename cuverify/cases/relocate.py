@@ -18,7 +18,9 @@ from cuverify.ops.relocate import (
     SCRATCH_BYTES,
     RelocatePlan,
     RelocateWorkspace,
+    relocate_kernels,
 )
+from cuverify.ops.verify_plan import number_of
 from cuverify.reference import relocate as oracle
 from cuverify.workload import RelocationBatch, real_batches
 
@@ -83,11 +85,13 @@ class RelocateStep:
         self.plan = RelocatePlan(
             self.pools, *lists, workspace=self.workspace, num_ctas=num_ctas, **ways
         )
-        self.second = RelocateWorkspace.allocate(
-            self.pools, self.capacity, bitmap=True, scratch_bytes=0, list_rows=0
-        )
-        other = RelocatePlan(self.pools, *lists, workspace=self.second, num_ctas=1, list_rows=0)
-        self.check_in_global_memory = other.launches[0]
+        self.second_status = _buffer(xp, (4,), np.int32)
+        self.bitmap = _buffer(xp, (-(-batch.num_slots // 32),), np.int32)
+        check = relocate_kernels()["relocate_check"]
+        self.check_in_global_memory = check.bind(
+            1, number_of(check, "CHECK_THREADS"), *lists, self.capacity, batch.num_slots,
+            self.bitmap, self.second_status, shared=16,
+        )  # fmt: skip
         self.refill(batch)
 
     @property
@@ -96,8 +100,8 @@ class RelocateStep:
         return {
             "pools": self.storage,
             "status": self.workspace.status,
-            "status by bitmap": self.second.status,
-            "bitmap": self.second.bitmap,
+            "status by bitmap": self.second_status,
+            "bitmap": self.bitmap,
         }
 
     def refill(self, batch: RelocationBatch) -> None:
@@ -120,7 +124,7 @@ class RelocateStep:
     def poison(self) -> None:
         """Fill the verdicts with a pattern; everything else is updated in place."""
         self.workspace.status[:] = _POISON
-        self.second.status[:] = _POISON
+        self.second_status[:] = _POISON
 
     def expected(self) -> dict[str, NDArray[Any]]:
         """Return what the oracle makes of the present list."""
@@ -128,7 +132,7 @@ class RelocateStep:
         storage = pool_content(*self.shape).copy()
         pools = list(pool_views(storage, batch.row_bytes))
         status = oracle.relocate(pools, batch.src, batch.dst, batch.count)
-        bitmap = np.zeros(tuple(self.second.bitmap.shape), np.int32)
+        bitmap = np.zeros(tuple(self.bitmap.shape), np.int32)
         return {
             "pools": storage,
             "status": status,
@@ -144,8 +148,6 @@ class RelocateCase:
 
     def kernels(self) -> Sequence[Kernel]:
         """Return all kernels, and the one for the longest short lists."""
-        from cuverify.ops.relocate import relocate_kernels
-
         longest = relocate_kernels(**LONGER_LISTS)["relocate_list"]
         return [*relocate_kernels().values(), longest]
 
