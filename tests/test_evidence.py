@@ -490,15 +490,22 @@ def test_gpu_tests_run_in_a_child_and_are_counted(tree: Path) -> None:
     path = evidence.record("tests", root=tree)
     section = evidence.load(path)["sections"]["tests"]
     assert section["data"] == {"passed": 2, "failed": 2, "skipped": 1}
-    assert section["run"]["command"] == "pytest -m gpu -q"
+    assert section["run"]["command"] == "pytest -m gpu -q -n 4"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_test_run_that_could_not_start_is_not_recorded(tree: Path) -> None:
-    (tree / "tests" / "test_a.py").write_text("import nothing_of_that_name")
-    with pytest.raises(EvidenceError, match="status 2"):
+    (tree / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    with pytest.raises(EvidenceError, match="status 4"):
         evidence.record("tests", root=tree)
     assert not (tree / "evidence").exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_file_that_cannot_be_imported_counts_as_failed(tree: Path) -> None:
+    (tree / "tests" / "test_a.py").write_text("import nothing_of_that_name")
+    path = evidence.record("tests", root=tree)
+    assert evidence.load(path)["sections"]["tests"]["data"]["failed"] == 1
 
 
 def test_what_is_no_junit_xml_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -519,23 +520,74 @@ def test_nothing_to_do_starts_nothing_and_no_process_is_no_way_to_do_it() -> Non
         run_jobs([], parallel=0)
 
 
+class OnTheHost:
+    """Stands in for a graph of `torch.cuda`: a replay calls the step again, or does nothing."""
+
+    def __init__(self, step: Any, replays: bool) -> None:
+        self.replay = step if replays else lambda: None
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_plain_run_says_which_outputs_are_wrong(
+    replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from cuverify.validators import api
+    from cuverify.validators.callable_case import CallableCase
+    from cuverify.validators.zoo import plain
+
+    x, y, z = torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.uint8)
+
+    def step() -> None:
+        y[:3] = 2 * x[:3]  # the last element is padding
+        z.fill_(int(x[0]))
+
+    case = CallableCase(
+        step,
+        {"x": x},
+        {"y": y, "z": z},
+        refill=lambda seed: x.fill_(seed + 1),
+        reference=lambda: {"y": 2 * x.numpy(), "z": x.numpy()},
+        padding={"y": slice(3, None)},
+    )
+    silent = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "Stream": lambda: silent,
+        "current_stream": lambda: silent,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: OnTheHost(step, replays),
+        "graph": lambda graph, stream: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(plain.gc, "disable", lambda: None)
+    monkeypatch.setattr(api, "load_factory", lambda reference: lambda faulty: case)
+    events: list[Any] = []
+    plain.run({"names": ["item", "hangs"], "faulty": False}, events.append)
+    assert [(event["name"], event["stage"]) for event in events] == [
+        (name, stage) for name in ("item", "hangs") for stage in ("eager", "capture", "replay")
+    ]
+    assert events[0]["wrong"] == events[1]["wrong"] == []
+    wrong = [f"{name} of seed {seed}" for seed in (0, 1, 2, 0) for name in "yz"]
+    assert events[2]["wrong"] == ([] if replays else wrong)
+
+
 # --- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_every_twin_is_right_in_a_bare_graph() -> None:
     pytest.importorskip("cupy")
+    names = [[mutant.name for mutant in MUTANTS if mutant.family == each] for each in FAMILIES]
     jobs = [
-        Job("cuverify.validators.zoo.plain:run", {"name": mutant.name, "faulty": False}, 60.0)
-        for mutant in MUTANTS
+        Job("cuverify.validators.zoo.plain:run", {"names": each, "faulty": False}, 120.0)
+        for each in names
     ]
-    outcomes = run_jobs(jobs, parallel=16, imports=("torch", "cupy"))
-    wrong = {
-        mutant.name: outcome.error or list(outcome.events)
-        for mutant, outcome in zip(MUTANTS, outcomes, strict=True)
-        if outcome.status != "done" or any(event["wrong"] for event in outcome.events)
-    }
-    assert wrong == {}
+    outcomes = run_jobs(jobs, parallel=len(jobs), imports=("torch", "cupy"))
+    told = [event for outcome in outcomes for event in outcome.events]
+    assert [outcome.error for outcome in outcomes if outcome.status != "done"] == []
+    assert [event for event in told if event["wrong"]] == []
+    assert {event["name"] for event in told if event["stage"] == "replay"} == set(BY_NAME)
 
 
 @pytest.mark.gpu

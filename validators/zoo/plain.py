@@ -6,7 +6,8 @@ does not survive a capture. This asks both of torch alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cuverify.validators.child import Emit
@@ -14,21 +15,32 @@ from cuverify.validators.zoo.registry import BY_NAME
 
 
 def run(work: Mapping[str, Any], emit: Emit) -> None:
-    """Make a case, run it eagerly, capture it and replay it; emit what held.
+    """Make cases one after the other, run each eagerly, capture and replay it; emit what held.
 
-    Emits ``{"stage": "eager" | "capture" | "replay", "wrong": [...]}``, where ``wrong`` lists the
-    outputs that differ from the reference, by seed for the replays.
+    Emits ``{"name": ..., "stage": "eager" | "capture" | "replay", "wrong": [...]}``, where
+    ``wrong`` lists the outputs that differ from the reference, by seed for the replays.
 
     Parameters
     ----------
     work : mapping
-        ``name`` of the mutant, and whether it is ``faulty``.
+        ``names`` of mutants, and whether they are to be ``faulty``. A faulty one may take the
+        process with it, so it comes alone.
     emit : callable
     """
-    import torch
     from cuverify.validators.api import load_factory
 
-    case = load_factory(BY_NAME[work["name"]].factory)(faulty=work["faulty"])
+    gc.disable()  # what an earlier case left must not be freed inside the capture of another
+    for name in work["names"]:
+        case = load_factory(BY_NAME[name].factory)(faulty=work["faulty"])
+        for stage, wrong in _stages(case):
+            emit({"name": name, "stage": stage, "wrong": wrong})
+        del case
+        gc.collect()
+
+
+def _stages(case: Any) -> Iterator[tuple[str, list[str]]]:
+    import torch
+
     first, *others = case.seeds
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -36,7 +48,7 @@ def run(work: Mapping[str, Any], emit: Emit) -> None:
         case.refill(first)
         case.step()
         torch.cuda.synchronize()
-        emit({"stage": "eager", "wrong": _wrong(case)})
+        yield "eager", _wrong(case)
         case.refill(first)
         case.step()
         case.refill(first)
@@ -44,16 +56,16 @@ def run(work: Mapping[str, Any], emit: Emit) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         case.step()
-    emit({"stage": "capture", "wrong": []})
+    yield "capture", []
     wrong = []
     for seed in (first, *others, first):
         case.refill(seed)
         for tensor in case.outputs.values():
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 255)
         graph.replay()
         torch.cuda.synchronize()
         wrong += [f"{name} of seed {seed}" for name in _wrong(case)]
-    emit({"stage": "replay", "wrong": wrong})
+    yield "replay", wrong
 
 
 def _wrong(case: Any) -> list[str]:
@@ -63,7 +75,8 @@ def _wrong(case: Any) -> list[str]:
 
     tolerance = case.tolerance or Tolerance()
     wrong = []
-    for name, expected in case.reference().items():
+    expectations = case.reference() if case.reference is not None else {}
+    for name, expected in expectations.items():
         actual = np.array(case.outputs[name].cpu().numpy(), dtype=np.float64)
         expected = np.array(expected, dtype=np.float64)
         if name in case.padding:

@@ -14,6 +14,8 @@ from cuverify.errors import EvidenceError
 from cuverify.evidence.fields import is_count
 from cuverify.evidence.parts import Part
 
+_PROCESSES = 4  # oracles keep a processor busy while the GPU waits
+
 
 def _validate(problems: list[str], where: str, data: Any) -> None:
     names = ("passed", "failed", "skipped")
@@ -48,7 +50,7 @@ def _record(root: Path) -> tuple[str, dict[str, int]]:
             "import sys; sys.path[:] = [place for place in sys.path if place]; "
             "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
         )
-        arguments = ["-m", "gpu", "-q"]
+        arguments = ["-m", "gpu", "-q", "-n", str(_PROCESSES)]
         done = subprocess.run(
             [sys.executable, "-c", start, *arguments, f"--junitxml={xml}"],
             cwd=root,
