@@ -466,14 +466,14 @@ def assert_the_gpu_answers() -> None:
 def test_on_a_gpu_a_clean_case_is_captured_and_replayed() -> None:
     report = run_checks([reference("CLEAN")], architectures=ARCHS, device="cuda", second_opinions=0)
     assert report.findings == []
-    assert report.tables[1].rows == [["clean", 1, 2, 8, 3, 12]]
+    assert report.tables[1].rows == [["clean", 1, 2, 8, 3, 15]]
     assert "3 captures, 3 launches recorded" in line(report, "capture")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_null_stream_launch_is_a_finding() -> None:
     result = on_gpu("NULL_STREAM", examples=2)
-    assert {"CV101", "CV602"} == set(found(result))
+    assert {"CV101", "CV204", "CV602"} == set(found(result))
     assert result.batches == 2
 
 
@@ -498,5 +498,6 @@ def test_on_a_gpu_an_illegal_access_is_a_finding_and_the_parent_lives() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_failed_capture_is_a_finding_and_the_rest_goes_on() -> None:
     result = on_gpu("READS_BACK", examples=2)
-    assert found(result) == ["CV201", "CV201"]
+    assert found(result).count("CV201") == 2
+    assert "CV202" in found(result)
     assert result.batches == 2
