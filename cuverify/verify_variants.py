@@ -51,7 +51,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
         512,
         columns=(512, 64),
         combine_ctas=2,
-        plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 320},
+        plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
     ),
 }
 

@@ -709,7 +709,6 @@ struct Mean {
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
-// @shared 4 * (tiles + 1)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
@@ -717,42 +716,35 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
                    long long out_stride, float* __restrict__ lse) {
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int UNITS = ROW_TILE * OUT_PIECES / 32;
-    DYNAMIC_SHARED(cursor);
-    CARVE(cursor, int, starts, tiles + 1);
     SHARED_ARRAY(float, means, [WARPS][PIECE + 2][32]);
-    SHARED_ARRAY(int, scratch, [block::MAX_WARPS]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int total =
-        merge::lay_out(starts, combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL, scratch);
 
-    for (int turn = static_cast<int>(blockIdx.x); turn < total; turn += gridDim.x) {
-        const int tile = merge::tile_of(starts, tiles, turn);
-        const int request = combine_tiles[2 * tile];
-        const int first_row = combine_tiles[2 * tile + 1] * ROW_TILE;
-        const int begin = combine_indptr[tile];
-        const int end = combine_indptr[tile + 1];
-        const int sharing = merge::sharers(end - begin, WARPS, COMBINE_UNROLL);
-        const int first_unit = (turn - starts[tile]) * (WARPS / sharing);
-        const long long first_token = static_cast<long long>(qo_indptr[request]);
-        const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * HEADS;
-
+    merge::Turns turns(combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL);
+    merge::Turn turn;
+    while (turns.next(turn)) {
+        const int sharing = turn.sharing;
+        const int request = combine_tiles[2 * turn.tile];
+        const int first_row = combine_tiles[2 * turn.tile + 1] * ROW_TILE;
+        const int first_token = static_cast<int>(qo_indptr[request]);
+        const int rows = (static_cast<int>(qo_indptr[request + 1]) - first_token) * HEADS;
         Mean mean;
         mean.clear();
         {
-            const int unit = first_unit + warp / sharing;
+            const int unit = turn.first_unit + warp / sharing;
             const int piece = unit * 32 + lane;
             const int row = piece / OUT_PIECES;
             const int column = piece % OUT_PIECES * PIECE;
             const bool wanted = unit < UNITS && first_row + row < rows;
-            for (int slot = begin + warp % sharing; slot < end; slot += sharing * COMBINE_UNROLL) {
+            for (int slot = turn.begin + warp % sharing; slot < turn.end;
+                 slot += sharing * COMBINE_UNROLL) {
                 float weights[COMBINE_UNROLL];
                 uint4 values[COMBINE_UNROLL];
 #pragma unroll
                 for (int k = 0; k < COMBINE_UNROLL; ++k) {
                     weights[k] = minus_infinity();
                     values[k] = make_uint4(0, 0, 0, 0);
-                    if (wanted && slot + k * sharing < end) {
+                    if (wanted && slot + k * sharing < turn.end) {
                         const long long at =
                             (slot + k * sharing) * static_cast<long long>(ROW_TILE) + row;
                         weights[k] = partial_lse[at];
@@ -778,9 +770,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             means[warp][i][lane] = mean.value[i];
         }
         __syncthreads();
-        const int piece = (first_unit + warp) * 32 + lane;  // a warp a unit
+        const int piece = (turn.first_unit + warp) * 32 + lane;  // a warp a unit
         const int flat = first_row + piece / OUT_PIECES;
-        if (warp < WARPS / sharing && first_unit + warp < UNITS && flat < rows) {
+        if (warp < WARPS / sharing && turn.first_unit + warp < UNITS && flat < rows) {
             const float (*shares)[PIECE + 2][32] = means + warp * sharing;
             float largest = minus_infinity();
             for (int other = 0; other < sharing; ++other) {
@@ -801,14 +793,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             const bool sees = weight != 0.0f;
             const float inverse = sees ? 1.0f / weight : 0.0f;
             const int column = piece % OUT_PIECES * PIECE;
-            store128(
-                out + (first_token + flat / HEADS) * out_stride + flat % HEADS * LATENT + column,
-                make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
-                           bf16::pack(value[2] * inverse, value[3] * inverse),
-                           bf16::pack(value[4] * inverse, value[5] * inverse),
-                           bf16::pack(value[6] * inverse, value[7] * inverse)));
+            store128(out + static_cast<long long>(first_token + flat / HEADS) * out_stride +
+                         flat % HEADS * LATENT + column,
+                     make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
+                                bf16::pack(value[2] * inverse, value[3] * inverse),
+                                bf16::pack(value[4] * inverse, value[5] * inverse),
+                                bf16::pack(value[6] * inverse, value[7] * inverse)));
             if (column == 0) {
-                lse[first_token * HEADS + flat] =
+                lse[static_cast<long long>(first_token) * HEADS + flat] =
                     sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
             }
         }

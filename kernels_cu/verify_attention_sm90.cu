@@ -85,7 +85,7 @@
 #endif
 // splits that a warp of verify_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 6
+#define COMBINE_UNROLL 5
 #endif
 
 namespace {
@@ -918,7 +918,6 @@ struct Place {
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
-// @shared 4 * (tiles + 1)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
@@ -927,35 +926,42 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int PIECES = ROW_TILE * LATENT / PIECE;
     constexpr int UNITS = PIECES / 32;
-    DYNAMIC_SHARED(cursor);
-    CARVE(cursor, int, starts, tiles + 1);
     SHARED_ARRAY(float, means, [WARPS][2][6][32]);
-    SHARED_ARRAY(int, scratch, [block::MAX_WARPS]);
-    const int thread = static_cast<int>(threadIdx.x);
-    const int lane = thread % 32;
-    const int warp = thread / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    const int total =
-        merge::lay_out(starts, combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL, scratch);
+    merge::Turns turns(combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL);
+    merge::Turn turn;
     hopper::wait_for_dependency();
-
-    for (int turn = blockIdx.x; turn < total; turn += gridDim.x) {
-        const int tile = merge::tile_of(starts, tiles, turn);
-        const int begin = combine_indptr[tile];
-        const int end = combine_indptr[tile + 1];
-        const int request = combine_tiles[2 * tile];
-        const int first_row = combine_tiles[2 * tile + 1] * ROW_TILE;
-        const long long first_token = static_cast<long long>(qo_indptr[request]);
-        const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * HEADS;
-        const int sharing = merge::sharers(end - begin, WARPS, COMBINE_UNROLL);
-        const int first_unit = (turn - starts[tile]) * (WARPS / sharing);
-        const Place own(first_unit + warp / sharing, lane);
+    while (turns.next(turn)) {
+        const int sharing = turn.sharing;
+        const int request = combine_tiles[2 * turn.tile];
+        const int first_row = combine_tiles[2 * turn.tile + 1] * ROW_TILE;
+        const int first_token = static_cast<int>(qo_indptr[request]);
+        const int rows = (static_cast<int>(qo_indptr[request + 1]) - first_token) * HEADS;
+        const Place own(turn.first_unit + warp / sharing, lane);
         const uint4* pieces = reinterpret_cast<const uint4*>(partial_out) + own.piece;
+        const auto write = [&](int row_of_tile, int column, float weight, float log_weight,
+                               float first, float second) {
+            const int row = first_row + row_of_tile;
+            if (row < rows) {
+                const bool sees = weight != 0.0f;
+                const float inverse = sees ? 1.0f / weight : 0.0f;
+                const long long token = first_token + row / HEADS;
+                bits16* to = out + token * out_stride + row % HEADS * LATENT + column;
+                *reinterpret_cast<unsigned*>(to) = bf16::pack(first * inverse, second * inverse);
+                if (column == 0) {
+                    lse[static_cast<long long>(first_token) * HEADS + row] =
+                        sees ? (log_weight + log2f(weight)) * LN_2 : minus_infinity();
+                }
+            }
+        };
 
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
-        for (int slot = begin + warp % sharing; slot < end; slot += sharing * COMBINE_UNROLL) {
+        for (int slot = turn.begin + warp % sharing; slot < turn.end;
+             slot += sharing * COMBINE_UNROLL) {
             float weights[COMBINE_UNROLL][2];
             uint4 values[COMBINE_UNROLL];
 #pragma unroll
@@ -963,7 +969,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                 weights[k][0] = weights[k][1] = minus_infinity();
                 values[k] = make_uint4(0, 0, 0, 0);
                 const int from = slot + k * sharing;  // of less than 4,096 slots
-                if (from < end) {
+                if (from < turn.end) {
                     weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + own.row);
                     weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + own.row + 8);
                     values[k] = __ldcg(pieces + from * PIECES);
@@ -983,6 +989,16 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                 mean[1].add(weights[k][1], values[k].y, values[k].w);
             }
         }
+        if (sharing == 1) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Mean& done = mean[half];
+                const int row = own.row + half * 8;
+                write(row, own.column, done.weight, done.max, done.value[0], done.value[1]);
+                write(row, own.column + 8, done.weight, done.max, done.value[2], done.value[3]);
+            }
+            continue;
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             means[warp][half][4][lane] = mean[half].max;
@@ -997,42 +1013,26 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
         for (int task = warp; task < WARPS / sharing * 4; task += WARPS) {
             const int half = task % 2;
             const int pair = task / 2 % 2;
-            const Place place(first_unit + task / 4, lane);
+            const Place place(turn.first_unit + task / 4, lane);
             const float (*shares)[2][6][32] = means + task / 4 * sharing;
-            const int row = first_row + place.row + half * 8;
             float largest = minus_infinity();
-#pragma unroll
-            for (int other = 0; other < WARPS; ++other) {
-                if (other < sharing) {
-                    largest = fmaxf(largest, shares[other][half][4][lane]);
-                }
+#pragma unroll 4
+            for (int other = 0; other < sharing; ++other) {
+                largest = fmaxf(largest, shares[other][half][4][lane]);
             }
             float weight = 0.0f;
             float value[2] = {};
-#pragma unroll
-            for (int other = 0; other < WARPS; ++other) {
-                if (other < sharing) {
-                    const float max = shares[other][half][4][lane];
-                    const float factor =
-                        max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
-                    weight = fmaf(factor, shares[other][half][5][lane], weight);
-                    value[0] = fmaf(factor, shares[other][half][2 * pair][lane], value[0]);
-                    value[1] = fmaf(factor, shares[other][half][2 * pair + 1][lane], value[1]);
-                }
+#pragma unroll 4
+            for (int other = 0; other < sharing; ++other) {
+                const float max = shares[other][half][4][lane];
+                const float factor =
+                    max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+                weight = fmaf(factor, shares[other][half][5][lane], weight);
+                value[0] = fmaf(factor, shares[other][half][2 * pair][lane], value[0]);
+                value[1] = fmaf(factor, shares[other][half][2 * pair + 1][lane], value[1]);
             }
-            if (row < rows) {
-                const bool sees = weight != 0.0f;
-                const float inverse = sees ? 1.0f / weight : 0.0f;
-                const int column = place.column + pair * 8;
-                bits16* to =
-                    out + (first_token + row / HEADS) * out_stride + row % HEADS * LATENT + column;
-                *reinterpret_cast<unsigned*>(to) =
-                    bf16::pack(value[0] * inverse, value[1] * inverse);
-                if (column == 0) {
-                    lse[first_token * HEADS + row] =
-                        sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
-                }
-            }
+            write(place.row + half * 8, place.column + pair * 8, weight, largest, value[0],
+                  value[1]);
         }
         __syncthreads();
     }

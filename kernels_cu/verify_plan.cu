@@ -21,7 +21,7 @@
 // of cost: START_ROWS for starting, and one for each KV row. The axis is cut every Q, and team k
 // takes what lies in [k Q, (k+1) Q):
 //   Q = max(ceil(whole axis / M), ceil(ROOT_HALVES x isqrt(longest) / 2), LEAST_ROWS), rounded up
-//       to a multiple of GRAIN, with `longest` the largest prefix and tree together
+//       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
@@ -81,7 +81,7 @@
 #ifndef LEAST_ROWS
 #define LEAST_ROWS 32
 #endif
-// KV rows that attention multiplies at once, a multiple of 16: teams take multiples of it
+// KV rows that attention multiplies at once, a multiple of 16: short shares are multiples of it
 #ifndef GRAIN
 #define GRAIN 16
 #endif
@@ -401,7 +401,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     const long long root = (ROOT_HALVES * integer_root(totals.longest) + 1) / 2;
     const auto quota_of = [&](int count) {
         const long long share = (axis + count - 1) / count;
-        return round_up(max(max(share, root), static_cast<long long>(LEAST_ROWS)), GRAIN);
+        const long long least = max(max(share, root), static_cast<long long>(LEAST_ROWS));
+        return round_up(least, least <= 8 * GRAIN ? GRAIN : TILE);
     };
     const int all_teams = num_ctas / width;
     const bool halves = all_teams >= 2 && quota_of(all_teams / 2) <= HALVES_ROWS;

@@ -70,7 +70,7 @@ def each_barrier(stem: str) -> Iterator[Mutant]:
 
 ATTENTION = "verify_attention"
 PLAN = "verify_plan"
-HEADERS = ("scan.cuh", "merge.cuh")
+HEADERS = ("scan.cuh",)
 
 PLANTED = [
     Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
@@ -105,8 +105,8 @@ PLANTED = [
     Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
     Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? STAGES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
     Mutant("the ring is too short by a tile", ATTENTION, "(STAGES - 1) * TILE;\n", "(STAGES - 2) * TILE;\n", ("numbers",)),
-    Mutant("the first split is not combined", ATTENTION, "int slot = begin + warp % sharing;", "int slot = begin + 1 + warp % sharing;", ("numbers",)),
-    Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < end", "slot + k * sharing <= end", ("numbers", "out-of-bounds", "uninitialised-read")),
+    Mutant("the first split is not combined", ATTENTION, "int slot = turn.begin + warp % sharing;", "int slot = turn.begin + 1 + warp % sharing;", ("numbers",)),
+    Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import cuverify
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.errors import ArgumentError, CompileError, LaunchError
+from cuverify.kernel import Kernel
 from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.resources import survey
 from cuverify.strategies import examples, verify_batches
@@ -118,9 +121,85 @@ def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -
         shared = kernel.contract.shared
         values = {**kernel.source.known_values(), **kernel.source.values}
         numbers = {name: int(value) for name, value in values.items() if str(value).isdigit()}
-        numbers["tiles"] = 132
         dynamic = 0 if shared is None else shared(numbers)
         assert resources.static_shared_bytes + dynamic <= max_shared_bytes("sm_90a")
+
+
+# --- the merge of the text for Hopper GPUs, which has nothing of theirs but a wait ----------------
+
+
+def merge_on_the_host_lane(**values: int) -> Kernel:
+    """Return `verify_combine` of the text for sm_90a, without all that the host lane cannot run."""
+    text = verify_attention_kernels("sm90")[1].source.text
+    first = text.index("// A place in the ring")
+    second = text.index("namespace {\n\n// What a lane of verify_combine has")
+    text = f"{text[:first]}}}  // namespace\n\n{text[second:]}"
+    wait = "namespace hopper { inline void wait_for_dependency() {} }"
+    text = text.replace('#include "hopper.cuh"', wait).replace("// @arch sm_90a\n", "")
+    return cuverify.load_kernel(text, kernel="verify_combine", name="merge.cu", **values)
+
+
+def in_order_of_accumulators(rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Put [64, 512] into the order in which the values groups write it, by the text's own words."""
+    pieces = np.empty((4096, 8), np.uint16)
+    for j, half, thread in itertools.product(range(16), range(2), range(128)):
+        row = 16 * (thread // 32) + thread % 32 // 4
+        column = 256 * half + 16 * j + 2 * (thread % 4)
+        pairs = [(row, column), (row + 8, column), (row, column + 8), (row + 8, column + 8)]
+        pieces[(2 * j + half) * 128 + thread] = np.concatenate(
+            [rows[r, c : c + 2] for r, c in pairs]
+        )
+    return pieces.reshape(64, 512)
+
+
+@pytest.mark.parametrize(
+    ("splits", "tokens", "blocks"),
+    [
+        ([2], [8], 1),
+        ([5, 6, 11, 21, 41, 2], [8, 3, 8, 1, 7, 8], 7),
+        ([90, 3], [8, 5], 3),
+        ([2] * 33 + [7], [8] * 34, 50),
+    ],
+    ids=["two", "all ways to share", "more than are in flight", "more row tiles than lanes"],
+)
+def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> None:
+    rng = np.random.default_rng(sum(splits))
+    slots, requests, room = sum(splits), len(splits), len(splits) + 3
+    values = rng.standard_normal((slots, 64, 512)).astype(np.float32)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    weights = (3 * rng.standard_normal((slots, 64))).astype(np.float32)
+    weights[rng.random((slots, 64)) < 0.2] = -np.inf
+    weights[: splits[0], 9] = -np.inf  # a row that sees nothing
+    weights[slots - 1, 2] = np.nan
+    bounds = np.concatenate([[0], np.cumsum(splits)])
+    indptr = np.full(room + 1, slots, np.int32)
+    indptr[: requests + 1] = bounds
+    cut = np.full((room, 2), -1, np.int32)
+    cut[:requests] = [(request, 0) for request in range(requests)]
+    qo_indptr = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
+    out = np.full((sum(tokens), 8, 512), 0x7FFF, np.uint16)
+    lse = np.full((sum(tokens), 8), 7.0, np.float32)
+    partials = np.stack([in_order_of_accumulators(slot) for slot in bits])
+    kernel = merge_on_the_host_lane()
+    with cuverify.checked(schedule="random", seed=3, max_accesses=100_000_000):
+        kernel(
+            blocks, 512, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse
+        )  # fmt: skip
+    exact = bf16(bits)
+    for request in range(requests):
+        own = slice(bounds[request], bounds[request + 1])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = np.exp2(weights[own].astype(np.float64))
+            total = share.sum(axis=0)
+            mean = (share[:, :, None] * exact[own]).sum(axis=0) / total[:, None]
+        mean[total == 0] = 0
+        rows = slice(qo_indptr[request] * 8, qo_indptr[request + 1] * 8)
+        used = rows.stop - rows.start
+        found = bf16(out.reshape(-1, 512)[rows])
+        np.testing.assert_allclose(found, mean[:used], rtol=2**-8, atol=2e-3)
+        with np.errstate(divide="ignore"):
+            right = np.log(total[:used])
+        np.testing.assert_allclose(lse.reshape(-1)[rows], right, rtol=1e-5, atol=1e-5)
 
 
 # --- results -------------------------------------------------------------------------------------

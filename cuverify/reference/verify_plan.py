@@ -387,7 +387,7 @@ def _quota(
 
     def quota(count: int) -> int:
         least = max(-(-axis // count), root, least_rows)
-        return least + -least % grain
+        return least + -least % (grain if least <= 8 * grain else TILE)
 
     halves = teams >= 2 and quota(teams // 2) <= halves_rows
     teams = teams // 2 if halves else teams
