@@ -65,6 +65,7 @@ _SUBMODULES = frozenset(
         "planner",
         "reference",
         "relocation",
+        "relocation_study",
         "report",
         "sources",
         "static_buffers",
