@@ -69,6 +69,7 @@ _SUBMODULES = frozenset(
         "planner",
         "reference",
         "relocation",
+        "relocation_study",
         "report",
         "sglang",
         "sources",

@@ -81,7 +81,8 @@ class _Allocator:
         return pages <= len(self.free_pages)
 
     def _take(self, pages: int) -> Slots:
-        taken, self.free_pages = self.free_pages[:pages].copy(), self.free_pages[pages:]
+        taken: Slots = self.free_pages[:pages].copy()
+        self.free_pages = self.free_pages[pages:]
         return taken
 
 
@@ -149,7 +150,9 @@ class PagedAllocator(_Allocator):
         pages = need_size // self.page_size
         if not self._make_room(pages):
             return None
-        return (self._take(pages)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        starts = self._take(pages)[:, None] * self.page_size
+        slots: Slots = (starts + np.arange(self.page_size)).reshape(-1)
+        return slots
 
     def alloc_extend(
         self, prefix_lens: ArrayLike, seq_lens: ArrayLike, last_loc: ArrayLike

@@ -413,6 +413,6 @@ def _weights(number: int, seed: int) -> Slots:
 def _event() -> Any:
     import torch
 
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -121,7 +121,9 @@ def test_every_architecture(arch: str) -> None:
 
 def test_the_package_s_kernel_and_values() -> None:
     source = KernelSource.from_package("relocate")
-    assert compile_cubin(source, "sm_90").resources.keys() == {"relocate_check", "relocate_rows"}
+    names = {f"relocate_{name}" for name in ("list", "check", "rows", "index", "order")}
+    names |= {"relocate_phases", "relocate_stage", "relocate_phase"}
+    assert compile_cubin(source, "sm_90").resources.keys() == names
     shared = [
         compile_cubin(text(FULL, values={"ROWS": rows}), "sm_80")
         .resources["stacked"]

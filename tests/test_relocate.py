@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import cuverify
 from cuverify import kernels_cu
+from cuverify.buffers import read
 from cuverify.cases import Target
 from cuverify.cases.relocate import CASE, RelocateStep
 from cuverify.compile import max_shared_bytes
@@ -416,6 +417,22 @@ def test_every_row_size_with_every_batch_of_loads(row_bytes: int, unroll: int, x
     values = {"UNROLL": unroll, "LIST_UNROLL": unroll}
     for way in WAYS.values():
         assert_right(batch.padded(6), xp, values=values, **way)
+
+
+@both_lanes
+def test_little_of_a_long_cycle_is_staged(xp: Target) -> None:
+    """Whatever the order of its rows in the list: half of them at the most, a third as a rule."""
+    for seed in range(3):
+        (batch,) = drawn(
+            relocation_batches(
+                min_slots=3000, max_slots=3000, min_rows=2500, max_rows=2500, row_bytes=(16,),
+                max_layers=1, allow_stays=False, shapes=["cycles"],
+            ), 1, seed=seed,
+        )  # fmt: skip
+        step = assert_right(batch, xp, **LONG)
+        counts = read(step.workspace.counts).tolist()
+        assert sum(counts[:-1]) == batch.count  # each row moves in one phase
+        assert 0.1 < counts[-1] / batch.count < 0.5
 
 
 @both_lanes

@@ -49,7 +49,7 @@ def run(device: str) -> list[dict[str, Any]]:
             batch.seq_lens, batch.req_pool_indices, batch.req_to_token,
         )  # fmt: skip
         for way in ways:
-            given = {
+            given: dict[str, Any] = {
                 name: torch.from_numpy(getattr(batch, name).astype(dtype)).cuda()
                 for name, dtype in (
                     ("accept_index", "i4"), ("accept_token_num", "i4"), ("qo_indptr", "i4"),

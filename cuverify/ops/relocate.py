@@ -666,8 +666,9 @@ class _Shape:
     ) -> _Shape:
         if not 0 <= list_rows <= LIST_ROWS:
             raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
-        known = {**relocate_kernels()["relocate_list"].source.known_values(), **values}
-        ahead = int(known["LIST_AHEAD"])
+        defaults = relocate_kernels()["relocate_list"].source.known_values()
+        known = {name: int(value) for name, value in defaults.items()} | values
+        ahead = known["LIST_AHEAD"]
         one_launch = capacity <= list_rows
         if one_launch and capacity > ahead:
             values = {**LONGER_LISTS, **values}
@@ -676,22 +677,22 @@ class _Shape:
             if all(part.width == _PIECE for part in layout.parts):
                 values = {"NARROW_ROWS": 0, **values}
             if one_launch and capacity <= ahead:
-                pieces = -(-capacity * _COLUMN_PIECES // int(known["LIST_THREADS"]))
+                pieces = -(-capacity * _COLUMN_PIECES // known["LIST_THREADS"])
                 values = {"LIST_PIECES": 1 << (pieces - 1).bit_length(), **values}
         known.update(values)
-        room = int(known["LIST_THREADS"]) * int(known["LIST_PIECES"]) // capacity
+        room = known["LIST_THREADS"] * known["LIST_PIECES"] // capacity
         column_pieces = min(_COLUMN_PIECES, 1 << max(room, 1).bit_length() - 1)
         if one_launch and not room:
             raise ArgumentError(
                 "values", values, f"LIST_THREADS * LIST_PIECES is below the lists' {capacity} rows"
             )
-        unroll = int(known["LIST_UNROLL" if one_launch else "UNROLL"])
+        unroll = known["LIST_UNROLL" if one_launch else "UNROLL"]
         places = _table(layout.parts, unroll * LANES, even=True)
         columns = _table(layout.parts, column_pieces, even=False)
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
         return cls(
-            one_launch, places, columns, column_pieces, column_bytes, ahead, int(known["PHASES"]),
+            one_launch, places, columns, column_pieces, column_bytes, ahead, known["PHASES"],
             values,
         )  # fmt: skip
 

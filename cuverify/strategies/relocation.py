@@ -243,8 +243,8 @@ def _overlapping(
         ends = np.arange(0, rows, draw(often(2, rows)))
         ends = np.append(ends[: len(ends) - (rows - ends[-1] == 1)], rows)  # no cycle of one row
         src = np.concatenate([np.roll(dst[a:b], 1) for a, b in itertools.pairwise(ends.tolist())])
-        order = rng.permutation(rows)
-        return src[order], dst[order]
+        mixed = rng.permutation(rows)
+        return src[mixed], dst[mixed]
     if allow_shared_sources and draw(st.booleans()):
         # few sources, so that many rows read what one of them writes
         src = rng.choice(dst[: draw(often(1, min(rows, 8)))], rows)
