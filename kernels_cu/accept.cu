@@ -111,6 +111,7 @@ struct Tree {
     __device__ void load(int b, const long long* next_token, const long long* next_sibling,
                          const long long* retrieve_index) const {
         const long long first = static_cast<long long>(b) * n;
+#pragma unroll 1
         for (int node = static_cast<int>(threadIdx.x); node < n;
              node += static_cast<int>(blockDim.x)) {
             child[node] = checked(next_token[first + node], n);
@@ -135,9 +136,11 @@ __device__ void write_path(int b, int n, int path, const Tree& tree, const Path&
                            int* accept_token_num, int* status) {
     const int thread = static_cast<int>(threadIdx.x);
     const int threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
     for (int node = thread; node < n; node += threads) {
         predicts[static_cast<long long>(b) * n + node] = next[node];
     }
+#pragma unroll 1
     for (int i = thread; i < path; i += threads) {
         accept_index[static_cast<long long>(b) * path + i] =
             i < walked.length ? b * n + tree.place[nodes[i]] : NONE;
@@ -306,18 +309,21 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
     const Tree tree = {n, child, sibling, place};
 
     tree.load(b, next_token, next_sibling, retrieve_index);
+#pragma unroll 1
     for (int node = thread; node < n; node += ACCEPT_THREADS) {
         tokens[node] = candidates[first + node];
         choices[node] = target[first + node];
         next[node] = NONE;
     }
     __syncthreads();
+#pragma unroll 1
     for (int node = thread; node < n; node += ACCEPT_THREADS) {
         int found = FAULTY;
         if (place[node] >= 0) {
             const long long wanted = choices[place[node]];
             found = child[node];
             int links = 0;
+#pragma unroll 1
             while (found >= 0 && tokens[found] != wanted) {
                 found = ++links < n ? sibling[found] : FAULTY;
             }
@@ -329,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
         Path& all = walked[0];
         all = {0, {WALKED, NONE}};
         int node = 0;
+#pragma unroll 1
         while (place[node] >= 0) {
             nodes[all.length++] = node;
             const int found = chosen[node];
@@ -370,6 +377,7 @@ struct Rest {
     __device__ float operator()(int token) const {
         const float weight = target[token] - (draft == nullptr ? 0.0f : draft[token]);
         bool out = !(weight > 0.0f && weight <= 3.4028235e38f);
+#pragma unroll 1
         for (int i = 0; i < rejections; ++i) {
             out |= rejected[i] == token;
         }
@@ -645,13 +653,15 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
     if (place[last] >= 0) {  // the same in all threads
         const long long row = (first + place[last]) * vocab;
         const bool cut = walked[0].length >= path;
-        const Rest rest = {target_probs + row,
-                           draft_probs == nullptr || cut ? nullptr : draft_probs + row, rejected,
-                           ended[1]};
-        const Rest whole = {target_probs + row, nullptr, nullptr, 0};
-        int token = draw(rest, vocab, uniform_final[b], segments, scratch, found);
-        if (token < 0) {
-            token = draw(whole, vocab, uniform_final[b], segments, scratch, found);
+        Rest rest = {target_probs + row,
+                     draft_probs == nullptr || cut ? nullptr : draft_probs + row, rejected,
+                     ended[1]};
+        int token = -1;
+#pragma unroll 1
+        for (int trial = 0; trial < 2 && token < 0; ++trial) {
+            token = draw(rest, vocab, uniform_final[b], segments, scratch, found);
+            rest.draft = nullptr;  // with nothing left to draw from, all that the target has
+            rest.rejections = 0;
         }
         if (thread == 0) {
             next[place[last]] = max(token, 0);

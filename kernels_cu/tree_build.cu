@@ -25,6 +25,9 @@
 // warps write. Kept is what a path has lost, the mass with its sign changed: never below 0, so that
 // its bits as a whole number are in its order; infinite where there is no candidate.
 //
+// Loops that a small tree runs once or twice are not unrolled: in a step all of the text is read from
+// memory once, and that takes longer than it saves.
+//
 // What is wrong with a request is said in its status, and its tree is the root alone. All outputs
 // are written completely by every launch; no host reads, no allocation; every buffer is the caller's.
 
@@ -175,6 +178,7 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
             look_ahead();
             taken = own;
             winner = has ? lane : LANES;
+#pragma unroll 1
             for (int distance = LANES / 2; distance > 0; distance /= 2) {
                 const Node other = {__shfl_xor_sync(ALL_LANES, taken.family, distance),
                                     __shfl_xor_sync(ALL_LANES, taken.place, distance)};
@@ -227,18 +231,22 @@ template <class Parent>
 __device__ void write_views(const Views& to, int b, int n, int words, int size, long long seq_len,
                             const int* first_child, const int* next_sibling, const Parent& parent) {
     const long long first = static_cast<long long>(b) * n;
+#pragma unroll 1
     for (int node = static_cast<int>(threadIdx.x); node < n; node += TREE_THREADS) {
         const bool used = node < size;
         unsigned long long* row = to.visible + (first + node) * words;
+#pragma unroll 1
         for (int w = words - 1; w > node / 64; --w) {
             row[w] = 0;
         }
         int word = node / 64;
         unsigned long long bits = 1ull << node % 64;
         int depth = 0;
+#pragma unroll 1
         for (int at = node; at > 0;) {
             at = used ? parent(at) : 0;
             depth += used ? 1 : 0;
+#pragma unroll 1
             for (; word > at / 64; --word) {
                 row[word] = bits;
                 bits = 0;
@@ -259,6 +267,7 @@ __device__ void write_views(const Views& to, int b, int n, int words, int size, 
 // to the first, those of one parent among them in front of its children behind.
 __device__ void link_children(const int* parents, int size, int* first_child, int* next_sibling) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
+#pragma unroll 1
     for (int begin = (size - 1) / LANES * LANES; begin >= 0; begin -= LANES) {
         const int node = begin + lane;
         const bool child = node > 0 && node < size;
@@ -339,14 +348,17 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     if (thread == 0) {
         fault[0] = NO_FAULT;
     }
+#pragma unroll 1
     for (int level = thread; level < depth + 2; level += TREE_THREADS) {
         scores[level < depth ? level * stride + k : places + level - depth] = minus_infinity();
     }
+#pragma unroll 1
     for (int node = thread; node < n; node += TREE_THREADS) {
         children[node] = siblings[node] = -1;
     }
     // All loads of a thread are under way before the first is waited for.
     unsigned own_fault = NO_FAULT;
+#pragma unroll 1
     for (int first = thread; first < table; first += UNROLL * TREE_THREADS) {
         float score[UNROLL];
         long long id[UNROLL];
@@ -382,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     __syncthreads();
 
     const int size = grown[0];
+#pragma unroll 1
     for (int node = thread; node < n; node += TREE_THREADS) {
         const long long i = static_cast<long long>(b) * n + node;
         const bool drafted = node > 0 && node < size;
@@ -444,10 +457,12 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     if (thread == 0) {
         fault[0] = sized ? NO_FAULT : BAD_SIZE;
     }
+#pragma unroll 1
     for (int node = thread; node < n; node += TREE_THREADS) {
         children[node] = siblings[node] = -1;
     }
     __syncthreads();
+#pragma unroll 1
     for (int node = thread; node < size; node += TREE_THREADS) {
         const int parent = parents[static_cast<long long>(b) * n + node];
         int code = BUILT;
