@@ -682,7 +682,7 @@ struct Round {
 // by column: a block reads a column of all rows before it writes any of it. A longer disjoint list
 // is moved row by row. capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places
 // cover the same bytes, those of `columns` in at most column_pieces pieces, those of `places` in at
-// most 8 * UNROLL. The first slots of the dead tail may be loaded, as numbers.
+// most 8 * LIST_UNROLL. The first slots of the dead tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
