@@ -70,6 +70,7 @@ _SUBMODULES = frozenset(
         "tree",
         "validators",
         "verify_batch",
+        "verify_variants",
         "verify_workload",
         "workload",
     }
