@@ -84,6 +84,7 @@ _SUBMODULES = frozenset(
         "tree",
         "validators",
         "verify_batch",
+        "verify_variants",
         "verify_workload",
         "workload",
     }

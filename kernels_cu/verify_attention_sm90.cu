@@ -50,7 +50,7 @@
 #ifndef QO_INDEX
 #define QO_INDEX int
 #endif
-// KV rows of a tile: 32, 48 or 64
+// KV rows of a tile: 32 or 48
 #ifndef TILE
 #define TILE 48
 #endif
@@ -125,7 +125,7 @@ constexpr int SHARED_BYTES = 1024 + BARRIERS_AT + BARRIERS * 8;
 
 static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups for these columns");
 static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
-static_assert(TILE == 32 || TILE == 48 || TILE == 64, "products are written for these");
+static_assert(TILE == 32 || TILE == 48, "products are written for these");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
               "the held chunks of Q come through a slot of the ring");
 static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");

@@ -27,6 +27,7 @@ from cuverify.ops.verify_plan import (
     verify_plan_kernels,
 )
 from cuverify.reference import verify_plan as oracle
+from cuverify.verify_variants import VARIANTS, VariantName
 
 Schedule = Literal["ascending", "descending", "random"]
 SCHEDULES: tuple[Schedule, ...] = ("ascending", "descending", "random")
@@ -154,6 +155,7 @@ knobs = st.sampled_from(
         {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0},
         {"START_ROWS": 100, "LEAST_ROWS": 64, "ROOT_HALVES": 3},
         {"HALVES_ROWS": 400},
+        dict(VARIANTS["sm90"].plan),
         {"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48},
         {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0, "HALVES_ROWS": 64},
     ]
@@ -246,6 +248,26 @@ def test_drawn_steps_on_a_gpu(
     step: tuple[list[int], list[int]], heads: int, num_ctas: int, values: dict[str, int]
 ) -> None:
     assert_planned(*step, "torch-cuda", heads=heads, num_ctas=num_ctas, values=values)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS])
+def test_a_plan_is_cut_for_the_text_that_attends(variant: VariantName) -> None:
+    for own, expected in (
+        (None, VARIANTS[variant].plan),
+        ({}, {}),
+        ({"GRAIN": 32}, {"GRAIN": 32}),
+    ):
+        plan = VerifyPlan(
+            np.array([9000], np.int32), bounds([8]), heads=8, max_tokens=8, variant=variant,
+            values=own,
+        )  # fmt: skip
+        assert plan.values == expected
+        plan()
+        assert plan.read_status().code == PlanCode.PLANNED
+    with pytest.raises(ArgumentError, match="variant='fast'.*portable, sm90"):
+        VerifyPlan(
+            np.array([9], np.int32), bounds([8]), heads=8, max_tokens=8, variant="fast"  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 @both_lanes

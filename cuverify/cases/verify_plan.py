@@ -119,7 +119,7 @@ class VerifyPlanStep:
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
         size = self.size = batch.capacity or Capacity.of([batch])
-        self.heads, self.index, self.values = batch.heads, batch.index, dict(values or {})
+        self.heads, self.index = batch.heads, batch.index
         self._batch = batch
         self.seq_lens = static_buffer(xp, (size.requests,), batch.index)
         self.qo_indptr = static_buffer(xp, (size.requests + 1,), batch.index)
@@ -149,6 +149,7 @@ class VerifyPlanStep:
             values=values,
             **given,
         )
+        self.values = self.plan.values  # those of the text that attends, where none are given
         self.refill(batch)
 
     @property

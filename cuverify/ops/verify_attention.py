@@ -86,7 +86,7 @@ class AttentionWorkspace:
     Attributes
     ----------
     partial_out : tensor of bfloat16, shape (slots, 64, latent)
-        Normalised outputs of one piece.
+        Normalised outputs of one piece, in the order of the text that attends.
     partial_lse : tensor of float32, shape (slots, 64)
         Their log-sum-exps, to base 2.
     """
