@@ -324,13 +324,14 @@ class PoolMover:
     pools : sequence of tensor
         As for `RelocatePlan`: every pool that shares the slots, the reserve included.
     capacity : int
-        Most rows of a list; longer ones take several calls, which only disjoint lists allow.
+        Most rows of a list; longer ones take several calls, which only disjoint lists allow. Those
+        of an epoch are all disjoint, so that no scratch is needed.
     page_size : int
     """
 
     def __init__(self, pools: Sequence[Any], capacity: int, *, page_size: int = 1) -> None:
         from cuverify.buffers import Buffer
-        from cuverify.ops.relocate import RelocatePlan
+        from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace
 
         if capacity < 1:
             raise ArgumentError("capacity", capacity, "a list has at least one row")
@@ -340,7 +341,12 @@ class PoolMover:
         self._src = Buffer((capacity,), "int64").zeros(pools[0])
         self._dst = Buffer((capacity,), "int64").zeros(pools[0])
         self._count = Buffer((1,), "int32").zeros(pools[0])
-        self._plan = RelocatePlan(pools, self._src, self._dst, self._count, page_size=page_size)
+        workspace = RelocateWorkspace.allocate(
+            pools, capacity, page_size=page_size, scratch_bytes=None
+        )
+        self._plan = RelocatePlan(
+            pools, self._src, self._dst, self._count, page_size=page_size, workspace=workspace
+        )
 
     def move(self, src: Slots, dst: Slots) -> None:
         """Move rows; see `Mover`."""

@@ -906,6 +906,26 @@ def test_workspace_of_a_long_list_is_bounded_by_the_scratch() -> None:
         relocate_workspace(pools, 0)
 
 
+def test_without_scratch_a_long_list_that_overlaps_is_not_moved() -> None:
+    pool = np.arange(32, dtype=np.int64).repeat(2).reshape(16, 4)
+    before = pool.copy()
+    src, dst, count = np.array([1, 2]), np.array([2, 3]), np.array([2], np.int32)
+    workspace = RelocateWorkspace.allocate([pool], 2, scratch_bytes=None, list_rows=0)
+    plan = RelocatePlan([pool], src, dst, count, workspace=workspace, list_rows=0)
+    assert len(plan.launches) == 2
+    plan()
+    with pytest.raises(ArgumentError, match="workspace.scratch=None: a long list that overlaps"):
+        plan.read_status()
+    np.testing.assert_array_equal(pool, before)
+    dst[0] = 5
+    plan()
+    assert not plan.read_status().overlaps
+    np.testing.assert_array_equal(pool[[5, 3]], before[[1, 2]])
+    one = relocate([pool], np.array([1, 2]), np.array([2, 3]), count)
+    assert one.read_status().overlaps  # a short list needs none
+    np.testing.assert_array_equal(pool[[2, 3]], before[[1, 2]])
+
+
 def test_marks_fit_into_shared_memory_up_to_a_number_of_slots() -> None:
     most = {"sm_120": 810_000, "sm_80": 1_335_000, "sm_90": 1_859_000}
     for arch, slots in most.items():

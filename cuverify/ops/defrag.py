@@ -112,9 +112,7 @@ class DefragPlan:
     workspace : DefragWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     relocate_workspace : RelocateWorkspace, optional
-        Those of the move, for lists of `budget` rows.
-    scratch_bytes : int
-        Most scratch of a move that the plan allocates itself. Compaction uses none of it.
+        Those of the move, for lists of `budget` rows. No scratch is needed: the lists are disjoint.
     num_ctas : int, optional
         Blocks of each launch but the planner's.
 
@@ -138,7 +136,6 @@ class DefragPlan:
         budget: int,
         workspace: DefragWorkspace | None = None,
         relocate_workspace: RelocateWorkspace | None = None,
-        scratch_bytes: int = 0,
         num_ctas: int | None = None,
     ) -> None:
         given = {
@@ -163,9 +160,7 @@ class DefragPlan:
         if workspace is None:
             workspace = DefragWorkspace.allocate(req_to_token, num_slots, budget)
         if relocate_workspace is None:
-            relocate_workspace = RelocateWorkspace.allocate(
-                pools, budget, scratch_bytes=scratch_bytes
-            )
+            relocate_workspace = RelocateWorkspace.allocate(pools, budget, scratch_bytes=None)
         self.workspace = workspace
         self.num_slots = num_slots
         self.move = RelocatePlan(

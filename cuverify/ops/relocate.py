@@ -122,7 +122,7 @@ def relocate_workspace(
     *,
     page_size: int = 1,
     shared_bytes: int | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = SCRATCH_BYTES,
     list_rows: int = LIST_ROWS,
     values: Mapping[str, int] | None = None,
 ) -> dict[str, Buffer]:
@@ -143,7 +143,7 @@ def relocate_workspace(
         says; that of sm_90 if absent.
     scratch_bytes : int
         Most scratch of a long list. With less of it a list that overlaps takes more launches; one
-        column of all rows is the least.
+        column of all rows is the least. None: no scratch, for long lists that never overlap.
 
     Returns
     -------
@@ -163,7 +163,7 @@ def _workspace(
     layout: _PoolLayout,
     capacity: int,
     shared_bytes: int | None,
-    scratch_bytes: int,
+    scratch_bytes: int | None,
     list_rows: int,
     values: dict[str, int],
 ) -> dict[str, Buffer]:
@@ -178,6 +178,8 @@ def _workspace(
         shared_bytes = max_shared_bytes(_HOST_SHARED_ARCH)
     if _check_shared_bytes(layout.num_slots) > shared_bytes:
         buffers["bitmap"] = _bitmap(layout.num_slots)
+    if scratch_bytes is None:
+        return buffers
     column = capacity * shape.column_bytes
     rounds = max(1, min(len(shape.places), scratch_bytes // column))
     return {
@@ -230,6 +232,7 @@ class RelocateWorkspace:
         which of them are staged. Any content.
     scratch : tensor of uint8, or None
         16-byte aligned. What the cuts of chains would overwrite; nothing before or after a call.
+        Without it a long list that overlaps is not moved, and fewer kernels are launched.
     """
 
     status: Any
@@ -252,7 +255,7 @@ class RelocateWorkspace:
         *,
         page_size: int = 1,
         bitmap: bool | None = None,
-        scratch_bytes: int = SCRATCH_BYTES,
+        scratch_bytes: int | None = SCRATCH_BYTES,
         list_rows: int = LIST_ROWS,
         values: Mapping[str, int] | None = None,
     ) -> RelocateWorkspace:
@@ -347,11 +350,12 @@ class RelocatePlan:
             raise ArgumentError("dst", dst, f"src has {capacity} rows; both lists have one length")
         shared = _shared_bytes(layout.first.device)
         given = dict(values or {})
-        sizes = _workspace(layout, capacity, shared, 0, list_rows, given)
         if workspace is None:
             workspace = RelocateWorkspace.allocate(
                 pools, capacity, page_size=page_size, list_rows=list_rows, values=values
             )
+        least = None if workspace.scratch is None else 0
+        sizes = _workspace(layout, capacity, shared, least, list_rows, given)
         lists = {"src": src, "dst": dst, "count": count}
         held = {f"workspace.{name}": getattr(workspace, name) for name in sizes}
         if workspace.bitmap is not None:
@@ -381,6 +385,7 @@ class RelocatePlan:
         self.row_bytes = layout.row_bytes
         self.capacity = capacity
         self._list = (src, dst, count, capacity)
+        self._disjoint_only = not shape.one_launch and workspace.scratch is None
         kernels = relocate_kernels(**shape.values)
         if shape.one_launch:
             self.launches: tuple[BoundLaunch, ...] = (
@@ -441,6 +446,8 @@ class RelocatePlan:
             held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
         by_row = _grid(num_ctas, device, -(-capacity // threads))
+        if self._disjoint_only:
+            return
         yield kernels["relocate_index"].bind(
             by_row, threads,
             src, dst, count, capacity, slots, held.status, held.writers, held.readers, held.counts,
@@ -481,10 +488,15 @@ class RelocatePlan:
         Raises
         ------
         ArgumentError
-            If the list was not legal, naming the list, the row and the slot.
+            If the list was not legal, naming the list, the row and the slot; or if it overlaps, is
+            a long one, and there is no scratch.
         """
         status = self.peek_status()
         status.raise_for_fault(num_slots=self.num_slots, capacity=self.capacity)
+        if status.overlaps and self._disjoint_only:
+            raise ArgumentError(
+                "workspace.scratch", None, "a long list that overlaps needs it; nothing was moved"
+            )
         return status
 
     def peek_status(self) -> RelocateStatus:
