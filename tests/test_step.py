@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuverify
-from cuverify.draft_batch import DRAFT_KINDS, DraftKind
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.stages import record_stages
 from cuverify.step import StepSizes, StepTensors, VerifyStep
 from cuverify.step_workload import DrawnVerifyStep, StepBatch, small_sizes
-from cuverify.strategies import examples
+from cuverify.strategies import decode_steps, examples
 
 Schedule = Literal["ascending", "descending", "random"]
 gpu = pytest.mark.gpu
@@ -31,15 +30,9 @@ def wrong(step: DrawnVerifyStep, batch: StepBatch) -> list[str]:
 
 
 @examples(15)
-@given(
-    seed=st.integers(0, 2**32 - 1), nodes=st.sampled_from([1, 2, 9, 17]),
-    kind=st.sampled_from(DRAFT_KINDS),
-)  # fmt: skip
-def test_drawn_steps(seed: int, nodes: int, kind: DraftKind) -> None:
-    sizes, rng = small_sizes(nodes=nodes), np.random.default_rng(seed)
-    drawn = [
-        StepBatch.draw(rng, sizes, longest=80, padded=padded, kind=kind) for padded in (0, 2, 1)
-    ]
+@given(decode_steps(steps=3))
+def test_drawn_steps(drawn_steps: tuple[StepSizes, list[StepBatch]]) -> None:
+    sizes, drawn = drawn_steps
     step = DrawnVerifyStep(drawn[0], sizes, "numpy", num_ctas=3)
     for batch in drawn:
         assert wrong(step, batch) == []

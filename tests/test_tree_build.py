@@ -34,7 +34,7 @@ from cuverify.ops.tree_build import (
 )
 from cuverify.reference import tree_build
 from cuverify.reference.tree_build import BestFirstTree, best_first_tree, draft_topk
-from cuverify.strategies import examples
+from cuverify.strategies import draft_batches, examples
 from cuverify.tree import DraftTree, MaskMode
 
 Path = tuple[int, ...]
@@ -342,6 +342,12 @@ def test_drawn_trees_under_the_checkers(
 ) -> None:
     with cuverify.checked(schedule=schedule, seed=seed):
         check_drafts(seed, shape, "numpy", batch=2, mode=MODES[seed % 2])
+
+
+@examples(30)
+@given(draft_batches(max_tokens=130))
+def test_the_strategy_of_drafts(drafts: DraftBatch) -> None:
+    assert_right(TreeBuildStep(drafts, "numpy"), repr(drafts))
 
 
 @gpu

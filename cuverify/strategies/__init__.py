@@ -18,6 +18,7 @@ from cuverify.strategies.relocation import (
     faulty_relocation_batches,
     relocation_batches,
 )
+from cuverify.strategies.steps import decode_steps, draft_batches
 from cuverify.strategies.trees import TREE_SHAPES, TreeShape, draft_trees
 from cuverify.strategies.verify import kv_layouts, verify_batches
 
@@ -29,6 +30,8 @@ __all__ = [
     "Fault",
     "MoveShape",
     "TreeShape",
+    "decode_steps",
+    "draft_batches",
     "draft_trees",
     "drawn",
     "examples",
