@@ -196,6 +196,13 @@ class _Run:
             self.findings.add(case_fault(subject.name, "kernels()", error), subject.name)
             return
         subject.kernels = len(kernels)
+        # The host lane will not say what these need.
+        limited = {
+            kernel.name: kernel.declared_shared()
+            for kernel in kernels
+            if kernel.contract.architectures
+        }
+        subject.dynamic_shared = {name: size for name, size in limited.items() if size is not None}
         if not self.architectures:
             return
         sources = {kernel.source.digest(): kernel.source for kernel in kernels}
@@ -256,7 +263,7 @@ class _Run:
         if result.no_second_opinion is not None:
             self.no_opinions.add(f"{subject.name}: {result.no_second_opinion}")
         subject.host_batches, subject.host_runs = result.batches, result.runs
-        subject.dynamic_shared = result.dynamic_shared
+        subject.dynamic_shared = {**subject.dynamic_shared, **result.dynamic_shared}
         for number, finding in enumerate(result.findings):  # merged already
             self.findings.add(finding, subject.name, number)
         self._add_shared_memory(subject)

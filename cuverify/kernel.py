@@ -141,6 +141,13 @@ class Kernel:
             raise ArgumentError("arch", arch, f"{self.name} of {self.source.name} is for {only}")
         return compile_cubin(self.source, arch)
 
+    def declared_shared(self) -> int | None:
+        """Return the dynamic shared memory of a launch, in bytes; None if its values decide it."""
+        expression = self.contract.shared
+        if expression is None:
+            return 0
+        return expression(self._numbers) if expression.names <= self._numbers.keys() else None
+
     def __call__(
         self,
         grid: Dim,

@@ -23,6 +23,8 @@ class Variant:
     ----------
     stem : str
         Of the file in kernels_cu.
+    kernels : tuple of str
+        The two kernels in it, in the order of their launches.
     threads : int
         Of a block of `verify_partials`.
     columns : tuple of int, or None
@@ -34,6 +36,7 @@ class Variant:
     """
 
     stem: str
+    kernels: tuple[str, str]
     threads: int
     columns: tuple[int, int] | None = None
     combine_ctas: int = 4
@@ -45,9 +48,10 @@ class Variant:
 
 
 VARIANTS: Mapping[VariantName, Variant] = {
-    "portable": Variant("verify_attention", 256),
+    "portable": Variant("verify_attention", ("verify_partials", "verify_combine"), 256),
     "sm90": Variant(
         "verify_attention_sm90",
+        ("verify_partials_sm90", "verify_combine_sm90"),
         512,
         columns=(512, 64),
         combine_ctas=2,

@@ -79,11 +79,11 @@
 #ifndef COMBINE_THREADS
 #define COMBINE_THREADS 512
 #endif
-// blocks of verify_combine that a multiprocessor has room for
+// blocks of verify_combine_sm90 that a multiprocessor has room for
 #ifndef COMBINE_RESIDENT
 #define COMBINE_RESIDENT 2
 #endif
-// splits that a warp of verify_combine has in flight
+// splits that a warp of verify_combine_sm90 has in flight
 #ifndef COMBINE_UNROLL
 #define COMBINE_UNROLL 5
 #endif
@@ -737,7 +737,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 //
 // It may be launched before the kernel in front of it has ended, and waits before it reads anything.
 //
-// @kernel verify_partials
+// @kernel verify_partials_sm90
 // @arch sm_90a
 // @early
 // @param q_latent read bf16 [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
@@ -768,16 +768,17 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 // @block 512
 // @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 16 * SLOTS + 40 + 1024
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
-                    long long q_stride, long long q_head_stride, long long rope_stride,
-                    long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
-                    long long kv_stride, long long num_slots, const int* kv_indptr,
-                    const KV_INDEX* __restrict__ kv_indices, const bits16* __restrict__ draft_kv,
-                    long long draft_stride, const long long* __restrict__ out_cache_loc,
-                    const QO_INDEX* qo_indptr, const word64* __restrict__ visible, int words,
-                    const int* work, const int* __restrict__ cta_work,
-                    bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
-                    bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
+    verify_partials_sm90(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
+                         long long q_stride, long long q_head_stride, long long rope_stride,
+                         long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
+                         long long kv_stride, long long num_slots, const int* kv_indptr,
+                         const KV_INDEX* __restrict__ kv_indices,
+                         const bits16* __restrict__ draft_kv, long long draft_stride,
+                         const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
+                         const word64* __restrict__ visible, int words, const int* work,
+                         const int* __restrict__ cta_work, bits16* __restrict__ partial_out,
+                         float* __restrict__ partial_lse, bits16* __restrict__ out,
+                         long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     const unsigned start = hopper::shared_address(cursor);
     const Room room = {(start + 1023) & ~1023u};
@@ -847,7 +848,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 namespace {
 
-// What a lane of verify_combine has of two query rows: the weighted mean of 4 columns of each.
+// What a lane of verify_combine_sm90 has of two query rows: the weighted mean of 4 columns of each.
 struct Mean {
     float max;  // log2 domain; -inf before the first piece that counts
     float weight;
@@ -903,9 +904,9 @@ struct Place {
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
 // of 16 bytes are a unit, of which a row tile has 128. As many warps share a unit as it takes to have
 // all splits in flight at once, so a block takes several units of a row tile with few splits. It may
-// be launched before verify_partials has ended, and waits before it reads what that kernel writes.
+// be launched before verify_partials_sm90 has ended, and waits before it reads what that kernel writes.
 //
-// @kernel verify_combine
+// @kernel verify_combine_sm90
 // @arch sm_90a
 // @early
 // @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised; order see above
@@ -919,10 +920,12 @@ struct Place {
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
-    verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
-                   const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
-                   int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
-                   long long out_stride, float* __restrict__ lse) {
+    verify_combine_sm90(const bits16* __restrict__ partial_out,
+                        const float* __restrict__ partial_lse,
+                        const int* __restrict__ combine_indptr,
+                        const int* __restrict__ combine_tiles, int tiles,
+                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                        long long out_stride, float* __restrict__ lse) {
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int PIECES = ROW_TILE * LATENT / PIECE;
     constexpr int UNITS = PIECES / 32;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import cuverify
+from cuverify.cases import Target
+from cuverify.check import run_checks
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.errors import ArgumentError, CompileError, LaunchError
@@ -85,6 +88,38 @@ def test_the_host_lane_refuses_it() -> None:
         VerifyStep(batch_of([20], [9], **REAL), variant="sm90")
 
 
+class OnlyKernels:
+    """A case that runs nothing."""
+
+    name = "only kernels"
+
+    def kernels(self) -> Sequence[Kernel]:
+        return verify_attention_kernels("sm90")
+
+    def batches(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def device_batches(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def step(self, batch: Any, xp: Target) -> Any:
+        raise AssertionError
+
+
+def test_a_check_says_what_shared_memory_it_takes() -> None:
+    report = run_checks([OnlyKernels()], architectures=["sm_90", "sm_90a"], device="cpu")
+    columns = report.tables[0].columns
+    taken = {
+        (row[columns.index("kernel")], row[columns.index("arch")]): row[
+            columns.index("dynamic shared B")
+        ]
+        for row in report.tables[0].rows
+    }
+    partials, combine = verify_attention_kernels("sm90")
+    assert taken == {(partials.name, "sm_90a"): 214424, (combine.name, "sm_90a"): 0}
+    assert partials.declared_shared() == 214424
+
+
 def test_other_architectures_are_refused() -> None:
     kernel, _ = verify_attention_kernels("sm90")
     with pytest.raises(ArgumentError, match=r"arch='sm_120'.*for sm_90a"):
@@ -118,10 +153,8 @@ def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -
         assert resources.stack_bytes == 0, resources
         assert cubin.warnings == ()
         assert "Potential Performance Loss" not in cubin.log
-        shared = kernel.contract.shared
-        values = {**kernel.source.known_values(), **kernel.source.values}
-        numbers = {name: int(value) for name, value in values.items() if str(value).isdigit()}
-        dynamic = 0 if shared is None else shared(numbers)
+        dynamic = kernel.declared_shared()
+        assert dynamic is not None
         assert resources.static_shared_bytes + dynamic <= max_shared_bytes("sm_90a")
 
 
@@ -129,14 +162,14 @@ def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -
 
 
 def merge_on_the_host_lane(**values: int) -> Kernel:
-    """Return `verify_combine` of the text for sm_90a, without all that the host lane cannot run."""
+    """Return the merge of the text for sm_90a, without all that the host lane cannot run."""
     text = verify_attention_kernels("sm90")[1].source.text
     first = text.index("// A place in the ring")
-    second = text.index("namespace {\n\n// What a lane of verify_combine has")
+    second = text.index("namespace {\n\n// What a lane of verify_combine_sm90 has")
     text = f"{text[:first]}}}  // namespace\n\n{text[second:]}"
     wait = "namespace hopper { inline void wait_for_dependency() {} }"
     text = text.replace('#include "hopper.cuh"', wait).replace("// @arch sm_90a\n", "")
-    return cuverify.load_kernel(text, kernel="verify_combine", name="merge.cu", **values)
+    return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu", **values)
 
 
 def in_order_of_accumulators(rows: NDArray[np.uint16]) -> NDArray[np.uint16]:

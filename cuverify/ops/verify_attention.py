@@ -289,7 +289,7 @@ class VerifyAttention:
 def verify_attention_kernels(
     variant: VariantName = "portable", **values: int | str
 ) -> tuple[Kernel, Kernel]:
-    """Return `verify_partials` and `verify_combine` of a text with these `-D` values."""
+    """Return the two kernels of a text with these `-D` values."""
     return _kernels(variant, tuple(sorted(values.items())))
 
 
@@ -297,8 +297,10 @@ def verify_attention_kernels(
 def _kernels(
     variant: VariantName, values: tuple[tuple[str, int | str], ...]
 ) -> tuple[Kernel, Kernel]:
-    source = KernelSource.from_package(VARIANTS[variant].stem, values=dict(values))
-    return Kernel(source, "verify_partials"), Kernel(source, "verify_combine")
+    text = VARIANTS[variant]
+    source = KernelSource.from_package(text.stem, values=dict(values))
+    partials, combine = text.kernels
+    return Kernel(source, partials), Kernel(source, combine)
 
 
 def _output_shape(out: Tensor) -> tuple[int, int, int]:
