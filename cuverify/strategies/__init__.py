@@ -9,6 +9,12 @@ which a request's tokens lie in order.
 from __future__ import annotations
 
 from cuverify.strategies.draws import drawn, examples
+from cuverify.strategies.holders import (
+    COMMIT_WAYS,
+    commit_batches,
+    defrag_batches,
+    slot_chains,
+)
 from cuverify.strategies.relocation import (
     FAULTS,
     MOVE_SHAPES,
@@ -22,6 +28,7 @@ from cuverify.strategies.trees import TREE_SHAPES, TreeShape, draft_trees
 from cuverify.strategies.verify import kv_layouts, verify_batches
 
 __all__ = [
+    "COMMIT_WAYS",
     "FAULTS",
     "MOVE_SHAPES",
     "ROW_BYTES",
@@ -29,11 +36,14 @@ __all__ = [
     "Fault",
     "MoveShape",
     "TreeShape",
+    "commit_batches",
+    "defrag_batches",
     "draft_trees",
     "drawn",
     "examples",
     "faulty_relocation_batches",
     "kv_layouts",
     "relocation_batches",
+    "slot_chains",
     "verify_batches",
 ]
