@@ -20,7 +20,7 @@ from cuverify.kv_layout import KvLayout
 from cuverify.ops.commit import CommitCode, CommitPlan, commit_kernels, commit_workspace
 from cuverify.reference import commit as oracle
 from cuverify.sources import KernelSource
-from cuverify.strategies import examples, kv_layouts
+from cuverify.strategies import commit_batches, examples
 from cuverify.workload import accepted_path_moves
 
 SCHEDULES = ("ascending", "descending", "random")
@@ -28,18 +28,6 @@ SCHEDULES = ("ascending", "descending", "random")
 gpu = pytest.mark.gpu
 both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
 both_ways = pytest.mark.parametrize("way", ["rows", "table"])
-
-
-@st.composite
-def commit_batches(draw: st.DrawFn, faulty: bool = False, **bounds: Any) -> CommitBatch:
-    way: Literal["rows", "table"] = draw(st.sampled_from(["rows", "table"]))
-    pages = {"page_sizes": [1]} if way == "table" else {}
-    layout = draw(kv_layouts(**pages, **bounds))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    index = draw(st.sampled_from(["int32", "int64"]))
-    depth = draw(st.integers(1, 9))
-    batch = CommitBatch.of_layout(layout, rng, depth=depth, way=way, index=index)
-    return batch.spoiled(rng) if faulty else batch
 
 
 def wrong_in(step: CommitStep) -> list[str]:

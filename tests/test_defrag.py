@@ -20,22 +20,12 @@ from cuverify.kv_layout import KvLayout
 from cuverify.ops.defrag import DefragPlan, defrag_kernels, defrag_workspace
 from cuverify.planner import plan_compact
 from cuverify.sources import KernelSource
-from cuverify.strategies import examples, kv_layouts
+from cuverify.strategies import defrag_batches, examples
 
 SCHEDULES = ("ascending", "descending", "random")
 
 gpu = pytest.mark.gpu
 both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
-
-
-@st.composite
-def defrag_batches(draw: st.DrawFn, faulty: bool = False) -> DefragBatch:
-    layout = draw(kv_layouts(page_sizes=[1], max_seq_len=70))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    budget = draw(st.sampled_from([1, 5, layout.num_slots]))
-    index = draw(st.sampled_from(["int32", "int64"]))
-    batch = DefragBatch.of_layout(layout, rng, budget=budget, index=index)
-    return batch.spoiled(rng) if faulty else batch
 
 
 def wrong_in(step: DefragStep) -> list[str]:
@@ -72,20 +62,26 @@ def test_a_compaction_written_out(xp: Target) -> None:
 
 
 @examples(100)
-@given(batch=defrag_batches() | defrag_batches(faulty=True), num_ctas=st.integers(1, 3))
+@given(
+    batch=defrag_batches(max_seq_len=70) | defrag_batches(faulty=True, max_seq_len=70),
+    num_ctas=st.integers(1, 3),
+)
 def test_drawn_pools_on_the_host_lane(batch: DefragBatch, num_ctas: int) -> None:
     assert wrong_in(DefragStep(batch, "numpy", num_ctas=num_ctas)) == []
 
 
 @examples(30)
-@given(batch=defrag_batches() | defrag_batches(faulty=True), schedule=st.sampled_from(SCHEDULES))
+@given(
+    batch=defrag_batches(max_seq_len=70) | defrag_batches(faulty=True, max_seq_len=70),
+    schedule=st.sampled_from(SCHEDULES),
+)
 def test_drawn_pools_under_the_checkers(batch: DefragBatch, schedule: Any) -> None:
     with cuverify.checked(schedule=schedule):
         assert wrong_in(DefragStep(batch, "numpy", num_ctas=2)) == []
 
 
 @examples(40)
-@given(batch=defrag_batches())
+@given(batch=defrag_batches(max_seq_len=70))
 def test_the_host_plans_the_same(batch: DefragBatch) -> None:
     step = DefragStep(batch, "numpy")
     live = np.zeros(batch.num_slots, bool)

@@ -11,23 +11,10 @@ from hypothesis import strategies as st
 
 from cuverify.errors import ArgumentError
 from cuverify.planner import MovePlan, plan_compact, plan_contiguous
-from cuverify.strategies import examples
+from cuverify.strategies import examples, slot_chains
 from cuverify.workload import ChurnedPool
 
 budgets = st.none() | st.integers(1, 12)
-
-
-@st.composite
-def pools(draw: st.DrawFn) -> tuple[int, list[Any], Any]:
-    """Return slots of a pool, chains of live ones, and pinned slots."""
-    slots = draw(st.integers(2, 40))
-    order = np.random.default_rng(draw(st.integers(0, 999))).permutation(np.arange(1, slots))
-    if draw(st.booleans()):
-        order = np.arange(1, slots)
-    live = order[: draw(st.integers(0, len(order)))]
-    cuts = sorted(draw(st.lists(st.integers(0, len(live)), max_size=4)))
-    pinned = order[:: draw(st.integers(2, 9))] if draw(st.booleans()) else order[:0]
-    return slots, np.split(live, cuts), pinned
 
 
 def carried_out(plan: MovePlan, content: Any) -> Any:
@@ -74,7 +61,7 @@ def test_a_plan_brings_most_neighbours_together_first() -> None:
 
 
 @examples(150)
-@given(pool=pools(), budget=budgets)
+@given(pool=slot_chains(), budget=budgets)
 def test_compaction_in_budgets_reaches_the_same_end(pool: Any, budget: int | None) -> None:
     slots, chains, pinned = pool
     live = np.zeros(slots, bool)
@@ -102,7 +89,7 @@ def test_compaction_in_budgets_reaches_the_same_end(pool: Any, budget: int | Non
 
 
 @examples(150)
-@given(pool=pools(), budget=budgets)
+@given(pool=slot_chains(), budget=budgets)
 def test_contiguity_in_budgets_reaches_the_same_end(pool: Any, budget: int | None) -> None:
     slots, chains, pinned = pool
     names = [chain.copy() for chain in chains]

@@ -225,7 +225,7 @@ def test_written_lists(batch: RelocationBatch, xp: Target, way: Any) -> None:
     assert_right(batch, xp, **way)
 
 
-@examples(100)
+@examples(40)
 @given(
     batch=relocation_batches(max_slots=200),
     num_ctas=st.integers(1, 5),
@@ -237,7 +237,7 @@ def test_drawn_lists_on_the_host_lane(batch: RelocationBatch, num_ctas: int, way
     assert_right(batch, num_ctas=num_ctas, **way)
 
 
-@examples(100)
+@examples(40)
 @given(
     batch=faulty_relocation_batches(max_slots=200, max_faults=4),
     way=st.sampled_from([ONE_LAUNCH, LONG]),
@@ -250,7 +250,7 @@ def test_illegal_lists_on_the_host_lane(batch: RelocationBatch, way: Any) -> Non
         step.plan.read_status()
 
 
-@examples(60)
+@examples(30)
 @given(
     batch=relocation_batches() | faulty_relocation_batches(max_faults=3),
     schedule=st.sampled_from(SCHEDULES),
@@ -342,7 +342,7 @@ def pools_of_all_kinds(pages: int, page_size: int) -> list[Any]:
     return [view[:, 0] for view in views] if page_size == 1 else views
 
 
-@examples(60)
+@examples(30)
 @given(
     page_size=st.sampled_from([1, 16, 64]),
     data=st.data(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import find, given
 from hypothesis import strategies as st
-from hypothesis.errors import InvalidArgument
+from hypothesis.errors import InvalidArgument, NoSuchExample
 
 from cuverify.kv_layout import KvLayout
 from cuverify.strategies import (
@@ -30,10 +31,11 @@ from cuverify.verify_workload import drafted_tree, long_requests, real_verify_ba
 def simplest(strategy: st.SearchStrategy[Any], condition: Any) -> Any:
     """Shrink from several beginnings: each ends in a local minimum, of which the least counts."""
     settings = hypothesis.settings(database=None, max_examples=1000)
-    ends = [
-        find(strategy, condition, settings=settings, random=random.Random(seed))
-        for seed in range(6)
-    ]
+    ends = []
+    for seed in range(6):
+        # what is rare is not found from every beginning
+        with contextlib.suppress(NoSuchExample):
+            ends.append(find(strategy, condition, settings=settings, random=random.Random(seed)))
     return min(ends, key=lambda end: len(repr(getattr(end, "parents", end))))
 
 

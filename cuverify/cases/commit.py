@@ -104,7 +104,7 @@ class CommitBatch:
             index[at, 0] += rng.choice([-1, 1, 2**30])
         elif fault == 4:
             number[at] = min(index.shape[1] - 1, max(1, int(number[at])))
-            index[at, number[at]] = rng.choice([bounds[at], bounds[at + 1], -1, 2**31 - 1])
+            index[at, number[at]] = rng.choice([bounds[at] - 1, bounds[at + 1], -1, 2**31 - 1])
         elif fault == 5:
             rows[at] = rng.choice([-1, len(self.req_to_token), 2**31 - 1])
         else:

@@ -9,6 +9,12 @@ which a request's tokens lie in order.
 from __future__ import annotations
 
 from cuverify.strategies.draws import drawn, examples
+from cuverify.strategies.holders import (
+    COMMIT_WAYS,
+    commit_batches,
+    defrag_batches,
+    slot_chains,
+)
 from cuverify.strategies.relocation import (
     FAULTS,
     MOVE_SHAPES,
@@ -23,6 +29,7 @@ from cuverify.strategies.trees import TREE_SHAPES, TreeShape, draft_trees
 from cuverify.strategies.verify import kv_layouts, verify_batches
 
 __all__ = [
+    "COMMIT_WAYS",
     "FAULTS",
     "MOVE_SHAPES",
     "ROW_BYTES",
@@ -30,7 +37,9 @@ __all__ = [
     "Fault",
     "MoveShape",
     "TreeShape",
+    "commit_batches",
     "decode_steps",
+    "defrag_batches",
     "draft_batches",
     "draft_trees",
     "drawn",
@@ -38,5 +47,6 @@ __all__ = [
     "faulty_relocation_batches",
     "kv_layouts",
     "relocation_batches",
+    "slot_chains",
     "verify_batches",
 ]
