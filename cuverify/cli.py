@@ -282,6 +282,15 @@ def bench(
 
 
 @cli.command()
+@_json_option
+def env(json_file: Path | None) -> int:
+    """Say what is installed here, and how to get the rest."""
+    from cuverify import env
+
+    return _finish(env.inspect().report(), json_file)
+
+
+@cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, exists=True, path_type=Path))
 def timeline(folder: Path) -> int:
     """Draw a decode step's kernels and idle gaps into a folder, eager and captured; needs a GPU."""
@@ -292,15 +301,6 @@ def timeline(folder: Path) -> int:
         if file.suffix == ".txt":
             click.echo(f"{file.stem}\n{file.read_text(encoding='utf-8')}")
     return OK
-
-
-@cli.command()
-@_json_option
-def env(json_file: Path | None) -> int:
-    """Say what is installed here, and how to get the rest."""
-    from cuverify import env
-
-    return _finish(env.inspect().report(), json_file)
 
 
 @cli.group(invoke_without_command=True)
