@@ -19,9 +19,10 @@ VOCABULARY = 163_840
 SHAPES = ((1, 17), (1, 65), (1, 257), (16, 65), (64, 65))
 """Requests and nodes."""
 
+MOST_ROWS = 2000  # of argmax; more of them are only more of the same
 TARGET_US = {(1, 65): 6.0}
-REPEATS = 100
-_HOST_REPEATS = 5
+REPEATS = 50
+_HOST_REPEATS = 3
 _MAX_PATH = 16
 
 
@@ -31,7 +32,8 @@ def run(device: str) -> list[dict[str, Any]]:
         return []
     records: list[dict[str, Any]] = []
     for requests, nodes in SHAPES:
-        records.extend(_argmax(requests * nodes))
+        if requests * nodes <= MOST_ROWS:
+            records.extend(_argmax(requests * nodes))
         records.extend(_walks(requests, nodes))
     return records
 

@@ -16,8 +16,8 @@ from cuverify.bench import copy_floor_us, gated, time_calls, time_graph
 SHAPES = ((1, 4096, 65), (1, 184_320, 65), (16, 16_384, 33), (64, 16_384, 17))
 """Requests, longest prefix, drafts of each."""
 
-REPEATS = 100
-_HOST_REPEATS = 5
+REPEATS = 50
+_HOST_REPEATS = 3
 
 
 def run(device: str) -> list[dict[str, Any]]:
