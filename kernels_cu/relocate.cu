@@ -766,46 +766,46 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
             illegal |= list.enter(row);
         }
     }
-    illegal = __syncthreads_or(illegal) != 0;
+    __syncthreads();
     bool overlaps = false;
-    for (unsigned row = threadIdx.x; row < rows && !illegal; row += LIST_THREADS) {
+    for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
         if (list.is_written(from[row])) {
             illegal |= from[row] == to[row];
             overlaps |= from[row] != to[row];
         }
     }
-    illegal = __syncthreads_or(illegal) != 0;
-    if (illegal) {
+    if (__syncthreads_or(illegal) != 0) {
         if (blockIdx.x == 0) {
             report_short(list, given, rows, first, status);
         }
         return;
     }
-    // Who moves column by column need not know, except for the one who says so.
-    if (!by_column || blockIdx.x == 0) {
+    // Who moves column by column need not know whether rows overlap, and says so last.
+    if (!by_column) {
         overlaps = __syncthreads_or(overlaps) != 0;
-        if (blockIdx.x == 0) {
-            write_status(status, LEGAL, -1, overlaps);
+    }
+    if (!by_column && !overlaps) {
+        if (has_row && from[walk.row] != to[walk.row]) {
+            ahead.store(column.at(to[walk.row], page_bits), column);
         }
-        if (!by_column && !overlaps) {
-            if (has_row && from[walk.row] != to[walk.row]) {
-                ahead.store(column.at(to[walk.row], page_bits), column);
+        walk.step();
+        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
+    } else {
+        // The barriers of the verdict stand between the loads of the first column and its stores.
+        bool loaded = by_column;
+        for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
+            if (!loaded) {
+                column = Column(columns, number);
+                held.load(slots, column, rows, width_bits, page_bits);
+                __syncthreads();
             }
-            walk.step();
-            move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
-            return;
+            held.store(slots, column, rows, width_bits, page_bits);
+            loaded = false;
         }
     }
-    // The barriers of the verdict stand between the loads of the first column and its stores.
-    bool loaded = by_column;
-    for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
-        if (!loaded) {
-            column = Column(columns, number);
-            held.load(slots, column, rows, width_bits, page_bits);
-            __syncthreads();
-        }
-        held.store(slots, column, rows, width_bits, page_bits);
-        loaded = false;
+    if (blockIdx.x == 0) {
+        overlaps = __syncthreads_or(overlaps) != 0;
+        write_status(status, LEGAL, -1, overlaps);
     }
 }
 

@@ -572,7 +572,7 @@ def test_rows_without_a_verdict_are_not_moved() -> None:
     np.testing.assert_array_equal(step.storage, RelocateStep(moves(), "numpy").storage)
 
 
-BARRIER = re.compile(r"__syncthreads\(\);|__syncthreads_or\(([^;]*)\) != 0;")
+BARRIER = re.compile(r"__syncthreads\(\);|__syncthreads_or\(([^;{]*)\) != 0")
 TEXT = KernelSource.from_package("relocate").text
 BARRIERS = list(BARRIER.finditer(TEXT))
 CHECKING = [at for at, found in enumerate(BARRIERS) if found.start() < TEXT.index("report_short(")]
@@ -582,7 +582,7 @@ LISTING = [at for at in range(len(BARRIERS)) if at not in CHECKING]
 def without_barrier(number: int) -> str:
     """Return the text with one barrier taken out: each thread goes by what it found itself."""
     found = BARRIERS[number]
-    alone = f"({found[1]}) != 0;" if found[1] else ""
+    alone = f"({found[1]}) != 0" if found[1] else ""
     return TEXT[: found.start()] + alone + TEXT[found.end() :]
 
 
