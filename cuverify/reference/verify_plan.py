@@ -293,7 +293,7 @@ def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
             halves[entry, half] += 1
     for entry in range(len(work)):
         if runs[entry] != 2 or max(halves[entry, half] for half in range(3)) > 1:
-            yield f"entry {entry} is run {runs[entry]} half times"
+            yield f"entry {entry} is run {runs[entry] / 2:g} times"
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
     # blocks that run side by side read the same rows, so that DRAM gives them once
