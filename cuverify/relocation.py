@@ -113,7 +113,7 @@ class Readers:
     def __init__(self, device: str = "cpu") -> None:
         self._on_gpu = device.startswith("cuda")
         self._open = 0
-        self._reads: list[Any] = []
+        self._reads: dict[int, Any] = {}  # the last read of each stream
         self._moved: Any = None
 
     @contextmanager
@@ -129,7 +129,9 @@ class Readers:
         finally:
             self._open -= 1
             if self._on_gpu:
-                self._reads.append(_event())
+                import torch
+
+                self._reads[torch.cuda.current_stream().cuda_stream] = _event()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -145,12 +147,14 @@ class Readers:
         if self._on_gpu:
             import torch
 
-            for event in self._reads:
+            for event in self._reads.values():
                 torch.cuda.current_stream().wait_event(event)
             self._reads.clear()
-        yield
-        if self._on_gpu:
-            self._moved = _event()
+        try:
+            yield
+        finally:
+            if self._on_gpu:
+                self._moved = _event()
 
 
 class Relocation:
