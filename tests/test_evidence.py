@@ -541,7 +541,7 @@ def test_gpu_tests_run_in_a_child_and_are_counted(tree: Path) -> None:
     path = evidence.record("tests", root=tree)
     section = evidence.load(path)["sections"]["tests"]
     assert section["data"] == {"passed": 2, "failed": 2, "skipped": 1}
-    assert section["run"]["command"] == "pytest -m gpu -q -n 4"
+    assert section["run"]["command"].startswith("pytest -m gpu -q -n ")
 
 
 @pytest.mark.usefixtures("gpu")

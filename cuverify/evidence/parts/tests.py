@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from cuverify.errors import EvidenceError
 from cuverify.evidence.fields import is_count
 from cuverify.evidence.parts import Part
 
-_PROCESSES = 4  # oracles keep a processor busy while the GPU waits
+_MOST_PROCESSES = 12  # oracles keep a processor busy while the GPU waits
 
 
 def _validate(problems: list[str], where: str, data: Any) -> None:
@@ -50,7 +51,7 @@ def _record(root: Path) -> tuple[str, dict[str, int]]:
             "import sys; sys.path[:] = [place for place in sys.path if place]; "
             "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
         )
-        arguments = ["-m", "gpu", "-q", "-n", str(_PROCESSES)]
+        arguments = ["-m", "gpu", "-q", "-n", str(_processes()), "--dist", "worksteal"]
         done = subprocess.run(
             [sys.executable, "-c", start, *arguments, f"--junitxml={xml}"],
             cwd=root,
@@ -63,6 +64,10 @@ def _record(root: Path) -> tuple[str, dict[str, int]]:
                 "before it had run the tests: nothing was recorded"
             )
         return f"pytest {' '.join(arguments)}", count_junit(xml)
+
+
+def _processes() -> int:
+    return max(1, min(_MOST_PROCESSES, 3 * (os.cpu_count() or 1) // 4))
 
 
 def count_junit(path: Path) -> dict[str, int]:
