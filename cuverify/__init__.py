@@ -64,6 +64,7 @@ _SUBMODULES = frozenset(
         "kernels_cu",
         "kv_layout",
         "launches",
+        "launching",
         "notebook",
         "ops",
         "planner",

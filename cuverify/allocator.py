@@ -226,7 +226,7 @@ class SortsFreePages(Protocol):
 
 @dataclass
 class SortedFreeList:
-    """The switch of Tier 0, for a model or for SGLang's own allocator.
+    """The switch that keeps a free list sorted (Tier 0), for a model or for SGLang's own allocator.
 
     ``need_sort`` alone sorts only when the head of the list runs out. `between_steps` sorts before
     that, so that the lowest free slots are handed out first.

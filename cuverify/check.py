@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuverify import cases as registry
 from cuverify.cases import CheckCase
@@ -20,6 +20,10 @@ from cuverify.check_findings import MergedFindings, case_fault, of_case
 from cuverify.errors import ArgumentError, DeviceError, ToolchainError
 from cuverify.host.options import SCHEDULES
 from cuverify.report import Coverage, Finding, Report, Table
+
+if TYPE_CHECKING:
+    from cuverify.resources import Compilations
+    from cuverify.sources import KernelSource
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 Device = Literal["auto", "cpu", "cuda"]
@@ -101,6 +105,7 @@ def run_checks(
     True
     """
     from cuverify.compile import ARCHITECTURES
+    from cuverify.resources import Compilations
 
     if device not in ("auto", "cpu", "cuda"):
         raise ArgumentError("device", device, "use 'auto', 'cpu' or 'cuda'")
@@ -112,12 +117,19 @@ def run_checks(
     no_gpu = _why_no_gpu(device)
     if no_gpu is not None and device == "cuda":
         raise DeviceError(f"device='cuda': {no_gpu}; device='auto' checks without one")
-    run = _Run(wanted, seed, examples, silence_s, progress or _say_nothing, second_opinions)
-    for subject in subjects:
-        run.compile(subject)
-        run.on_host(subject)
-        if no_gpu is None:
-            run.on_device(subject)
+    with Compilations() as compilations:
+        run = _Run(
+            wanted, seed, examples, silence_s, progress or _say_nothing, second_opinions,
+            compilations,
+        )  # fmt: skip
+        # all texts compile in the background while the first cases run on the host lane
+        for subject in subjects:
+            run.begin(subject)
+        for subject in subjects:
+            run.compile(subject)
+            run.on_host(subject)
+            if no_gpu is None:
+                run.on_device(subject)
     return run.report(subjects, no_gpu)
 
 
@@ -128,6 +140,7 @@ class _Subject:
     case: CheckCase
     reference: str | None
     kernels: int = 0
+    sources: tuple[KernelSource, ...] = ()
     host_batches: int = 0
     host_runs: int = 0
     gpu_batches: int = 0
@@ -176,6 +189,7 @@ class _Run:
     silence_s: float
     progress: Progress
     second_opinions: int
+    compilations: Compilations
     findings: MergedFindings = field(default_factory=MergedFindings)
     gaps: dict[tuple[str, str], int] = field(default_factory=dict)  # (subject, reason) -> times
     compiled: dict[str, int] = field(default_factory=dict)  # kernels by architecture
@@ -184,9 +198,9 @@ class _Run:
     device: Mapping[str, str] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)  # of the captures
 
-    def compile(self, subject: _Subject) -> None:
-        """Compile the case's kernels; an error is a finding with the compiler's file and line."""
-        from cuverify.resources import COLUMNS, survey
+    def begin(self, subject: _Subject) -> None:
+        """Find out what the case's kernels are, and begin to compile them."""
+        from cuverify.resources import wanted
 
         try:
             kernels = list(subject.case.kernels())
@@ -203,17 +217,28 @@ class _Run:
             if kernel.contract.architectures
         }
         subject.dynamic_shared = {name: size for name, size in limited.items() if size is not None}
+        sources = {kernel.source.digest(): kernel.source for kernel in kernels}
+        subject.sources = tuple(sources.values())
+        for source, arch in wanted(subject.sources, self.architectures):
+            self.compilations.begin(source, arch)
+
+    def compile(self, subject: _Subject) -> None:
+        """Add what the compiler says; an error is a finding with its file and line."""
+        from cuverify.resources import COLUMNS, survey
+
         if not self.architectures:
             return
-        sources = {kernel.source.digest(): kernel.source for kernel in kernels}
-        for number, source in enumerate(sources.values()):
+        sources = subject.sources
+        for number, source in enumerate(sources):
 
             def told(what: str, done: int, total: int, number: int = number) -> None:
                 self.progress(
                     f"{subject.name}: compile {what}", number * total + done, len(sources) * total
                 )
 
-            report = survey([source], self.architectures, progress=told)
+            report = survey(
+                [source], self.architectures, progress=told, compilations=self.compilations
+            )
             for finding in report.findings:
                 kind = (subject.name, finding.where, finding.message)
                 self.findings.add(of_case(subject.name, finding), *kind)

@@ -1,7 +1,7 @@
 """The command `cuverify`: options in, a report out, and an exit status.
 
-Exit status of every command: 0 for nothing found, 1 for findings, 2 when it could not run, 130 when
-interrupted. Only parsing and printing live here.
+Exit status of every command: 0 for no error found (warnings do not count), 1 for errors, 2 when it
+could not run, 130 when interrupted. Only parsing and printing live here.
 """
 
 from __future__ import annotations
@@ -241,6 +241,8 @@ def check(
     if runner is not None:
         if cases:
             raise click.UsageError("--runner takes no CASE: call check twice")
+        if examples is not None or archs:
+            raise click.UsageError("--runner takes no --arch and no --examples")
         from cuverify.sglang.check import check_runner
 
         with _progress() as progress:
@@ -269,10 +271,10 @@ def lint_command(factory: str, json_file: Path | None) -> int:
     The function is named module:function or file.py:function, takes nothing and returns a
     cuverify.validators.CallableCase, whose tensors may be on the CPU.
     """
-    from cuverify.validators.api import load_factory
+    from cuverify.validators.api import made_case
     from cuverify.validators.lint import lint
 
-    return _finish(lint(load_factory(factory)()), json_file)
+    return _finish(lint(made_case(factory, bare=True)), json_file)
 
 
 @cli.command("compile")
@@ -404,7 +406,8 @@ def validate(factory: str, silence_s: float, html_file: Path | None, json_file: 
 
     The function is named module:function or file.py:function, takes nothing and returns a
     cuverify.validators.CallableCase: a step, its tensors, and how to refill them. It runs in a
-    process of its own, so that a step which hangs or crashes is a finding. Needs a GPU.
+    process of its own, so that a step which hangs or crashes is a finding. Without a GPU the step
+    is linted, and the report says so.
     """
     from cuverify.validators.api import validate_factory
 

@@ -14,7 +14,7 @@ def find_data(data_set: str, file: str) -> Path | None:
 
     Where the environment variable ``CUVERIFY_DATA`` is set, only the folder that it names is looked
     into, and its subfolder with the data set's name before it. Otherwise it is ``.data`` in a
-    checkout, and then ``../shared/data`` beside it.
+    checkout.
 
     Parameters
     ----------
@@ -32,10 +32,7 @@ def find_data(data_set: str, file: str) -> Path | None:
         folders = [Path(named) / data_set, Path(named)]
     else:
         checkout = Path(__file__).resolve().parent.parent
-        folders = [
-            checkout / ".data" / data_set,
-            checkout.parent / "shared" / "data" / data_set,
-        ]
+        folders = [checkout / ".data" / data_set]
     for folder in folders:
         if (folder / file).is_file():
             return folder / file

@@ -3,7 +3,9 @@
 Whoever moves live rows must rewrite every holder in one step, or leave it alone. A holder is told
 where every slot of the pool goes, as a permutation of all slots (`MovePlan.permutation`), and
 either follows or has pinned the slots that it cannot let go of. Tensors may be numpy's or torch's;
-they are rewritten in place, so that captured graphs keep their addresses.
+they are rewritten in place, so that captured graphs keep their addresses; only an allocator's own
+lists are new ones. Lists of one holder may share memory, those of two holders must not: it would be
+rewritten twice.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ class Holder:
         return None
 
     def rewrite(self, where: Slots) -> None:
-        """Follow: the row of slot s now lies in slot ``where[s]``. All or nothing."""
+        """Follow: the row of slot s now lies in slot ``where[s]``. All or nothing.
+
+        Raises
+        ------
+        RelocationRefused
+            What is held does not fit a pool of ``len(where)`` slots.
+        """
         raise NotImplementedError
 
 
@@ -71,8 +79,8 @@ class TableHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in all rows in use."""
-        for row, allocated in self._requests():
-            _map(self._table[row, :allocated], where)
+        rows = [self._table[row, :allocated] for row, allocated in self._requests()]
+        _follow(self.name, rows, where)
 
 
 class IndexHolder(Holder):
@@ -93,8 +101,7 @@ class IndexHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in every list."""
-        for slots in self._lists():
-            _map(slots, where)
+        _follow(self.name, list(self._lists()), where)
 
 
 class TreeHolder(Holder):
@@ -145,11 +152,10 @@ class TreeHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in every node."""
-        for node in self._nodes():
-            for name in ("value", *self._also):
-                slots = getattr(node, name, None)
-                if slots is not None:
-                    _map(slots, where)
+        held = [
+            getattr(node, name, None) for node in self._nodes() for name in ("value", *self._also)
+        ]
+        _follow(self.name, [slots for slots in held if slots is not None], where)
 
     def _nodes(self) -> Iterable[Any]:
         waiting = [self._root]
@@ -162,8 +168,8 @@ class TreeHolder(Holder):
 class AllocatorHolder(Holder):
     """Free, released and staged lists of an allocator, its open group, and saved states.
 
-    What was free stays free under its new number. Where the allocator sorts, lists that were sorted
-    are sorted again.
+    What was free stays free under its new number. The allocator gets new lists, sorted where the
+    old ones were; saved states, which may be views of those, are rewritten in place.
 
     Parameters
     ----------
@@ -175,7 +181,7 @@ class AllocatorHolder(Holder):
     name : str
     """
 
-    _LISTS = ("free_pages", "release_pages", "staged_pages")
+    _LISTS = ("free_pages", "release_pages", "staged_pages", "free_group")
 
     def __init__(
         self,
@@ -193,8 +199,7 @@ class AllocatorHolder(Holder):
 
     def refusal(self, plan: MovePlan) -> str | None:
         """Refuse to fill a slot that is not free, and to move one that is."""
-        group = getattr(self._allocator, "free_group", None) or []
-        free = np.concatenate([_NONE, *map(_host, self._lists()), *map(_host, group)])
+        free = np.concatenate([_NONE, *map(_host, self._lists())])
         filled = np.setdiff1d(plan.dst, plan.src)
         taken = np.setdiff1d(filled, free)
         if len(taken):
@@ -204,16 +209,17 @@ class AllocatorHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in all lists."""
-        for slots in self._lists():
-            was_sorted = _is_sorted(slots)
-            _map(slots, where)
-            if was_sorted:
-                _sort(slots)
-        for slots in getattr(self._allocator, "free_group", None) or []:
-            _map(slots, where)
-        for state in self._states():
-            for slots in state:
-                _map(slots, where)
+        lists = list(self._lists())
+        saved = [slots for state in self._states() for slots in state]
+        new = _followed(self.name, [*lists, *saved], where)
+        fresh = iter([_sorted_like(*pair) for pair in zip(lists, new[: len(lists)], strict=True)])
+        for name in self._LISTS:
+            held = getattr(self._allocator, name, None)
+            if isinstance(held, list):
+                held[:] = [next(fresh) for _ in held]
+            elif held is not None:
+                setattr(self._allocator, name, next(fresh))
+        _write(saved, new[len(lists) :])
 
     def _lists(self) -> Iterator[Any]:
         for name in self._LISTS:
@@ -240,15 +246,18 @@ class BySlotHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Move each entry to its row's new slot."""
+        tensors = list(self._tensors())
+        for tensor in tensors:
+            if len(tensor) < len(where):
+                raise RelocationRefused(
+                    f"{self.name}: a tensor has {len(tensor)} entries for {len(where)} slots"
+                )
         back = np.argsort(where)
-        for tensor in self._tensors():
-            front = tensor[: len(where)]
-            if isinstance(tensor, np.ndarray):
-                front[...] = front[back]
-            else:
-                import torch
-
-                front.copy_(front[torch.from_numpy(back).to(front.device)])
+        for device, places in _by_device(tensors).items():
+            there = _on(device, back)
+            for at in places:
+                front = tensors[at][: len(where)]
+                front[...] = front[there]
 
 
 class PinHolder(Holder):
@@ -387,15 +396,69 @@ class SlotHolders:
         return True
 
 
-def _map(slots: Any, where: Slots) -> None:
+def _follow(name: str, lists: Sequence[Any], where: Slots) -> None:
     """Replace slots in place by where they go."""
-    if isinstance(slots, np.ndarray):
-        slots[...] = where[slots]
-        return
+    _write(lists, _followed(name, lists, where))
+
+
+def _write(lists: Sequence[Any], new: Sequence[Any]) -> None:
+    for slots, values in zip(lists, new, strict=True):
+        slots[...] = values
+
+
+def _followed(name: str, lists: Sequence[Any], where: Slots) -> list[Any]:
+    """Return where the slots of all lists go, in new tensors; nothing is written.
+
+    Raises
+    ------
+    RelocationRefused
+        A list of this holder holds what is no slot.
+    """
+    new: list[Any] = [None] * len(lists)
+    for device, places in _by_device(lists).items():
+        # all at once: for each device one copy of the permutation, and one wait for the bounds
+        held = [lists[at].reshape(-1) for at in places]
+        slots = _joined(device, held)
+        for found in (int(slots.min()), int(slots.max())) if len(slots) else ():
+            if not 0 <= found < len(where):
+                raise RelocationRefused(f"{name}: holds slot {found}, outside of {len(where)}")
+        moved = _on(device, where)[slots]
+        begin = 0
+        for at, part in zip(places, held, strict=True):
+            end = begin + len(part)
+            new[at] = _as_dtype(moved[begin:end].reshape(lists[at].shape), lists[at].dtype)
+            begin = end
+    return new
+
+
+def _by_device(tensors: Sequence[Any]) -> dict[Any, list[int]]:
+    """Return the places of tensors by their device, which is None for numpy's."""
+    places: dict[Any, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        device = None if isinstance(tensor, np.ndarray) else tensor.device
+        places.setdefault(device, []).append(at)
+    return places
+
+
+def _on(device: Any, slots: Slots) -> Any:
+    """Return slots of the host on a device of `_by_device`."""
+    if device is None:
+        return slots
     import torch
 
-    table = torch.from_numpy(where).to(slots.device)
-    slots.copy_(table[slots.long()].to(slots.dtype))
+    return torch.from_numpy(slots).to(device)
+
+
+def _joined(device: Any, lists: Sequence[Any]) -> Any:
+    if device is None:
+        return np.concatenate(lists).astype(np.int64)
+    import torch
+
+    return torch.cat([slots.long() for slots in lists])
+
+
+def _as_dtype(slots: Any, dtype: Any) -> Any:
+    return slots.astype(dtype) if isinstance(slots, np.ndarray) else slots.to(dtype)
 
 
 def _host(slots: Any) -> NDArray[Any]:
@@ -404,13 +467,8 @@ def _host(slots: Any) -> NDArray[Any]:
     return np.asarray(slots.cpu() if hasattr(slots, "cpu") else slots)
 
 
-def _is_sorted(slots: Any) -> bool:
-    held = _host(slots)
-    return bool((np.diff(held) > 0).all())
-
-
-def _sort(slots: Any) -> None:
-    if isinstance(slots, np.ndarray):
-        slots.sort()
-    else:
-        slots.copy_(slots.sort().values)
+def _sorted_like(was: Any, new: Any) -> Any:
+    """Return `new`, sorted if `was` is; of numpy or torch."""
+    if not (np.diff(_host(was)) > 0).all():
+        return new
+    return np.sort(new) if isinstance(new, np.ndarray) else new.sort().values

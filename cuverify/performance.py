@@ -41,7 +41,7 @@ MMA_SYNC_FLOPS = 600e12
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU that nobody here has, and what it is expected to give.
+    """A GPU that was not measured, and what it is expected to give.
 
     Attributes
     ----------

@@ -208,7 +208,8 @@ class Relocation:
         RelocationRefused
             An epoch is open, a holder cannot let go of a slot, the reserve is too small, a source
             or a destination stands twice in the plan, or a pass is being launched. Nothing has
-            changed then.
+            changed then. Or a row changed while it moved, or a holder holds what is no slot; then
+            the epoch stays open, to be recovered.
         """
         if self.journal.open:
             raise RelocationRefused(

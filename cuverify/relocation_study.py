@@ -1,4 +1,4 @@
-"""What Tier 0 and Tier 1 buy: contiguity on pools that production traffic has churned.
+"""What a sorted free list (Tier 0) and moved rows (Tier 1) buy on pools that traffic has churned.
 
 ``python -m cuverify.relocation_study`` prints the tables of docs/relocation-study.md. It reads the
 Azure traces where they are at hand, as `cuverify.workload.request_lengths` does. Attention times on

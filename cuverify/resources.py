@@ -5,11 +5,12 @@ Needs NVRTC and no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,14 +75,60 @@ def find_source(
     return KernelSource.from_file(Path(target), values=values or {})
 
 
+class Compilations:
+    """Compilations in the background, a thread a processor: NVRTC lets go of Python's lock.
+
+    A context manager; at its end, what has not begun is given up.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        self._jobs: dict[tuple[KernelSource, str], Future[Cubin]] = {}
+
+    def begin(self, source: KernelSource, arch: str) -> Future[Cubin]:
+        """Compile a text for an architecture, once, and return the future of `compile_cubin`."""
+        from cuverify.compile import compile_cubin
+
+        if (source, arch) not in self._jobs:
+            self._jobs[source, arch] = self._pool.submit(compile_cubin, source, arch)
+        return self._jobs[source, arch]
+
+    def __enter__(self) -> Compilations:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def wanted(
+    sources: Iterable[KernelSource], architectures: Sequence[str]
+) -> list[tuple[KernelSource, str]]:
+    """Return what is to be compiled: a text that is limited to some architectures only for those.
+
+    Parameters
+    ----------
+    sources : iterable of KernelSource
+    architectures : sequence of str
+    """
+    from cuverify.contract import limited_to
+
+    return [
+        (source, arch)
+        for source in sources
+        for arch in architectures
+        if arch in (limited_to(source.text) or [arch])
+    ]
+
+
 def survey(
     sources: Iterable[KernelSource],
     architectures: Sequence[str] = (),
     *,
     save: Path | None = None,
     progress: Progress | None = None,
+    compilations: Compilations | None = None,
 ) -> Report:
-    """Compile every text for every architecture, a thread a processor.
+    """Compile every text for every architecture.
 
     Parameters
     ----------
@@ -93,6 +140,8 @@ def survey(
         Folder for the cubins, under the names by which `cuverify.prebuilt` finds them.
     progress : callable, optional
         Told before each compilation is waited for.
+    compilations : Compilations, optional
+        Where some of them may have begun. It stays open.
 
     Returns
     -------
@@ -109,25 +158,19 @@ def survey(
     SourceError
         A header is missing.
     """
-    from cuverify.compile import ARCHITECTURES, compile_cubin
-    from cuverify.contract import limited_to
+    from cuverify.compile import ARCHITECTURES
     from cuverify.device import write_cubin
 
     architectures = tuple(architectures) or ARCHITECTURES
-    sources = tuple(sources)
     rows: dict[KernelSource, list[tuple[object, ...]]] = {}
     said: dict[Diagnostic, list[str]] = {}
     logs: list[Finding] = []
     compiled = 0
-    todo = [
-        (source, arch)
-        for source in sources
-        for arch in architectures
-        if arch in (limited_to(source.text) or [arch])
-    ]
+    todo = wanted(sources, architectures)
     total = len(todo)
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC lets go of Python's lock
-        jobs = {(source, arch): pool.submit(compile_cubin, source, arch) for source, arch in todo}
+    with contextlib.ExitStack() as stack:
+        running = compilations or stack.enter_context(Compilations())
+        jobs = {(source, arch): running.begin(source, arch) for source, arch in todo}
         for number, ((source, arch), job) in enumerate(jobs.items()):
             if progress is not None:
                 progress(f"{source.name} for {arch}", number, total)

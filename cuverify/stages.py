@@ -47,7 +47,6 @@ class StageTime:
 @dataclass
 class _Run:
     name: str
-    depth: int
     begin_ns: int
     end_ns: int = 0
     events: tuple[Any, Any] | None = None
@@ -55,10 +54,16 @@ class _Run:
 
 @dataclass
 class StageLog:
-    """The runs of stages in the order in which they began."""
+    """The runs of stages in the order in which they began.
 
+    Attributes
+    ----------
+    device : bool
+        Whether device time is measured, which keeps two events for each run.
+    """
+
+    device: bool = True
     _runs: list[_Run] = field(default_factory=list)
-    _depth: int = 0
 
     def times(self) -> list[StageTime]:
         """Return the time of each stage, in the order of their first runs. Waits for the device."""
@@ -159,18 +164,16 @@ def stage(name: str) -> Iterator[None]:
     runs = []
     with _nvtx(name):
         for log in _logs:
-            run = _Run(name, log._depth, time.perf_counter_ns(), events=_events())
-            log._runs.append(run)
-            log._depth += 1
-            runs.append((log, run))
+            begin = time.perf_counter_ns()
+            runs.append(_Run(name, begin, events=_events() if log.device else None))
+            log._runs.append(runs[-1])
         try:
             yield
         finally:
-            for log, run in runs:
+            for run in runs:
                 if run.events is not None:
                     run.events[1].record()
                 run.end_ns = time.perf_counter_ns()
-                log._depth -= 1
 
 
 def _cuda() -> Any:
@@ -203,7 +206,7 @@ def _events() -> tuple[Any, Any] | None:
 
 
 def _record_process(file: Path) -> None:
-    log = StageLog()
+    log = StageLog(device=False)  # its trace has host time alone
     _logs.append(log)
     atexit.register(lambda: file.write_text(json.dumps(log.to_chrome()), encoding="utf-8"))
 

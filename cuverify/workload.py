@@ -66,9 +66,9 @@ def request_lengths(
     """Return the request lengths of a production trace.
 
     The trace is looked for in the folder that the environment variable ``CUVERIFY_DATA`` names,
-    then in ``.data/azure-llm-2023`` and ``../shared/data/azure-llm-2023`` beside a checkout. Where
-    it is in none of them, lengths are drawn from its quantiles: prompt and answer independently
-    (their rank correlation in the trace is below 0.08), and without the order of arrivals.
+    then in ``.data/azure-llm-2023`` in a checkout. Where it is in neither, lengths are drawn from
+    its quantiles: prompt and answer independently (their rank correlation in the trace is below
+    0.08), and without the order of arrivals.
 
     Parameters
     ----------

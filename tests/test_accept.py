@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import hypothesis
@@ -392,7 +393,9 @@ def test_misuse_names_the_argument() -> None:
     tree = np.zeros((2, 3), np.int64)
     into = AcceptBuffers.allocate(tree, batch=2, num_tokens=3, max_path=2)
     coins = np.zeros((2, 3), np.float32), np.zeros(2, np.float32)
-    probs = np.zeros((2, 3, 8), np.float32)
+    probs, draft = np.zeros((2, 2, 3, 8), np.float32)
+    head = draft.reshape(-1)[:6]
+    onto = replace(into, predicts=head.view(np.int32))
     for call, says in (
         (lambda: accept_buffers(0, 3, 2), "batch=0"),
         (lambda: accept_buffers(1, 3, 0), "max_path=0"),
@@ -411,7 +414,17 @@ def test_misuse_names_the_argument() -> None:
             lambda: AcceptSampled(
                 tree, tree, tree, *coins, probs, into, draft_probs=probs, threshold_acc=1.0
             ),
-            "draft_probs=.*shares memory",
+            "draft_probs=.*shares memory with target_probs",
+        ),
+        (
+            lambda: AcceptSampled(
+                tree, tree, tree, head.reshape(2, 3), coins[1], probs, into, draft_probs=draft
+            ),
+            "draft_probs=.*shares memory with uniform;",
+        ),
+        (
+            lambda: AcceptSampled(tree, tree, tree, *coins, probs, onto, draft_probs=draft),
+            "draft_probs=.*shares memory with into.predicts",
         ),
     ):
         with pytest.raises(cuverify.errors.CuverifyError, match=f"(?s){says}"):

@@ -24,6 +24,7 @@ from cuverify.validators.compare import HostArray, Mismatch, Tolerance, host_arr
 from cuverify.validators.coverage import coverage
 from cuverify.validators.instruments import NoInstruments
 from cuverify.validators.observations import (
+    CallSeen,
     CaptureSeen,
     EndSeen,
     Fault,
@@ -469,6 +470,13 @@ def test_coverage_of_a_whole_run() -> None:
         "graph nodes": "inspected, 4 nodes, 3 of them kernels",
         "replay": "inspected, 3 replays on 2 inputs, outputs poisoned before each",
     }
+
+
+def test_launches_of_every_library_are_counted() -> None:
+    seen = clean()
+    call = CallSeen("cuLaunchKernel", "launch", seen.replayed, kernel="gemm")
+    seen.calls = (call,) * 5
+    assert lines(seen)["capture"] == "inspected, 5 launches recorded"
 
 
 def test_coverage_says_what_was_left_out() -> None:

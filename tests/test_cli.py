@@ -76,6 +76,19 @@ def test_findings_are_1(
     assert "x.cu:3: error [race]" in capsys.readouterr().out
 
 
+def test_warnings_alone_are_0(
+    engine: Callable[[Engine], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warns(*arguments: Any, **options: Any) -> Report:
+        report = good()
+        report.findings.append(Finding("CV906", "warning", "all answers are one", "x.py:3"))
+        return report
+
+    engine(warns)
+    assert cli.main(["check"]) == 0
+    assert "x.py:3: warning [CV906]" in capsys.readouterr().out
+
+
 def test_what_cannot_run_is_2_in_one_line(
     engine: Callable[[Engine], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

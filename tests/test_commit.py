@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,13 @@ from cuverify.cases import Target
 from cuverify.cases.commit import CASE, CommitBatch, CommitStep
 from cuverify.errors import ArgumentError, CaseError, CheckerError
 from cuverify.kv_layout import KvLayout
-from cuverify.ops.commit import CommitCode, CommitPlan, commit_kernels, commit_workspace
+from cuverify.ops.commit import (
+    CommitCode,
+    CommitPlan,
+    CommitWorkspace,
+    commit_kernels,
+    commit_workspace,
+)
 from cuverify.reference import commit as oracle
 from cuverify.sources import KernelSource
 from cuverify.strategies import commit_batches, examples
@@ -230,7 +237,6 @@ def test_misuse_is_named() -> None:
         ({"qo_indptr": np.zeros(2, np.int32)}, r"qo_indptr.*\[3\]"),
         ({"seq_lens": np.zeros(2, np.float32)}, "seq_lens.*float32"),
         ({"new_lens": np.zeros(2, np.int64)}, "new_lens.*seq_lens are int32"),
-        ({"new_lens": good["seq_lens"]}, "new_lens.*by table needs the old lengths"),
         ({"page_size": 16}, "page_size=16"),
         ({"num_ctas": 0}, "num_ctas=0"),
         ({"out_cache_loc": np.zeros(12, np.int32)}, "out_cache_loc.*int32.*int64"),
@@ -243,11 +249,42 @@ def test_misuse_is_named() -> None:
         step.refill(golden("rows"))
 
 
-def test_new_lengths_may_replace_the_old_ones_in_a_commit_by_rows() -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_new_lengths_may_replace_the_old_ones_in_a_commit_by_rows(view: bool) -> None:
     step = CommitStep(golden(), "numpy")
-    plan = CommitPlan(**step.inputs, pools=list(step.storage), new_lens=step.inputs["seq_lens"])
-    plan()
+    lens = step.inputs["seq_lens"]
+    pools = list(step.storage)
+    CommitPlan(**step.inputs, pools=pools, new_lens=lens[:] if view else lens)()
     assert step.inputs["seq_lens"].tolist() == [6, 8]
+
+
+def test_what_is_written_shares_no_memory_with_anything_else() -> None:
+    step = CommitStep(golden("table"), "numpy")
+    good = dict(step.inputs)
+    work = CommitWorkspace.allocate(good["accept_index"], 2, 4)
+    lens = np.zeros(3, np.int32)
+    pools = list(CommitStep(golden(), "numpy").storage)
+    for changes, message in (
+        ({"new_lens": good["seq_lens"]}, "new_lens.*with seq_lens"),
+        ({"new_lens": good["seq_lens"][:]}, "new_lens.*with seq_lens"),
+        ({"new_lens": good["accept_token_num"]}, "new_lens.*with accept_token_num"),
+        ({"new_lens": work.status[:2], "workspace": work}, r"new_lens.*with workspace\.status"),
+        (
+            {"workspace": replace(work, status=good["accept_index"][0])},
+            r"workspace\.status.*with accept_index",
+        ),
+        ({"accept_index": good["req_to_token"][:2, :4]}, "req_to_token.*with accept_index"),
+        ({"seq_lens": good["out_cache_loc"][:2]}, "out_cache_loc.*with seq_lens"),
+        ({"pools": pools, "seq_lens": lens[:2], "new_lens": lens[1:]}, "new_lens.*with seq_lens"),
+        ({"pools": pools, "new_lens": good["qo_indptr"][:2]}, "new_lens.*with qo_indptr"),
+        (
+            {"pools": pools, "workspace": replace(work, src=good["out_cache_loc"][:8])},
+            r"workspace\.src.*with out_cache_loc",
+        ),
+        ({"pools": pools, "workspace": replace(work, src=work.dst)}, r"workspace\.dst.*\.src"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):
+            CommitPlan(**{**good, **changes})
 
 
 def test_the_case_gives_batches_of_every_kind() -> None:

@@ -88,9 +88,12 @@ KINDS = {
                       lambda t: t.x.masked_fill(t.x > 0, 0.0)),
     "boolean index": (lambda t: t.x[t.x > 0], "CV202", "boolean index",
                       lambda t: t.x[torch.arange(8)]),
-    "boolean write": (lambda t: t.y.__setitem__(t.x > 0, t.x.max(0, keepdim=True)[0].expand(8)[:2]
-                                                if False else t.x[t.x > 0]),
-                      "CV202", "boolean index", lambda t: t.y.__setitem__(t.x > 0, 1.0)),
+    "boolean write": (lambda t: t.y.__setitem__(t.x > 0, t.x[t.x > 0]), "CV202",
+                      "writing through a boolean index",
+                      lambda t: t.y.__setitem__(t.x > 0, 1.0)),
+    "boolean write of one": (lambda t: t.y.__setitem__(t.x > 0, t.x.max()), "CV202",
+                             "writing through a boolean index",
+                             lambda t: t.y.__setitem__(t.x > 0, 1.0)),
     "repeat": (lambda t: torch.repeat_interleave(t.x[:2], t.repeats), "CV202", "repeat_interleave",
                lambda t: torch.repeat_interleave(t.x[:2], t.repeats, output_size=3)),
     "bincount": (lambda t: torch.bincount(t.n.reshape(1)), "CV202", "bincount()",
@@ -152,6 +155,25 @@ def test_a_host_count_of_operations_is_told() -> None:
     assert {f.rule for f in lint_of(step).findings} == {"CV202", "CV302"}
 
 
+@pytest.mark.parametrize("more", [{}, {"vary": lambda n: None}])
+def test_the_state_is_put_back_before_each_run(more: dict[str, Callable[[int], None]]) -> None:
+    x, y, state = torch.randn(4), torch.zeros(4), torch.full((4,), 3.0)
+    begun: list[float] = []
+
+    def step() -> None:
+        begun.append(float(state[0]))
+        state.add_(x)
+        y.copy_(state)
+
+    lint(
+        CallableCase(
+            step, {"x": x}, {"y": y}, state={"state": state}, refill=lambda seed: None, **more
+        )
+    )
+    assert begun[:3] == [3.0] * 3
+    assert len(begun) == 4  # the last on fake tensors, which hold nothing
+
+
 def test_a_frozen_number_of_a_launch_is_told() -> None:
     kernel = cuverify.load_kernel(
         """
@@ -207,6 +229,18 @@ def test_gradients_are_told() -> None:
         assert lint_of(lambda t: t.x * weight).findings == []
 
 
+def test_a_fake_state_is_kept_as_well() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        y = torch.empty(8)
+
+    def step() -> None:
+        with mode:
+            y.add_(1)
+
+    assert lint(CallableCase(step, {}, {"y": y}, state={"y": y})).ok
+
+
 @pytest.mark.parametrize(
     ("step", "rules"),
     [
@@ -243,6 +277,11 @@ def test_copies_between_fake_devices_are_found() -> None:
         return {f.rule for f in lint(CallableCase(inside, {"x": x}, {"y": x})).findings}
 
     assert run(lambda: host.copy_(x)) == {"CV202"}
+    # torch fills with one number of the host only
+    assert run(lambda: x.__setitem__(x > 0, x.max())) == {"CV202"}
+    assert run(lambda: torch.ops.aten.index_put_(x, [x > 0], x.max())) == {"CV202"}
+    assert run(lambda: x.__setitem__(x > 0, 1.0)) == set()
+    assert run(lambda: host.__setitem__(host > 0, host.max())) == set()
     assert run(lambda: host.to("cuda")) == {"CV214"}
     # beside tensors on a GPU, one on the host is the host's own
     assert run(lambda: host.sum().item()) == set()
@@ -308,8 +347,21 @@ def a_clean_case() -> CallableCase:
     return CallableCase(lambda: y.copy_(x), {"x": x}, {"y": y}, name="copy")
 
 
+def no_case() -> dict[str, int]:
+    return {}
+
+
 def test_the_command_lints_a_factory(capsys) -> None:
     assert main(["lint", f"{__file__}:a_clean_case"]) == 0
     assert main(["lint", f"{__file__}:a_faulty_case"]) == 1
     assert "CV202" in capsys.readouterr().out
     assert main(["lint", f"{__file__}:nobody"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("reference", "kind"),
+    [(f"{__file__}:no_case", "dict"), ("cuverify.cases.relocate:CASE", "RelocateCase")],
+)
+def test_the_command_refuses_what_is_no_bare_case(reference: str, kind: str, capsys) -> None:
+    assert main(["lint", reference]) == 2
+    assert f"{reference} gave {kind}, and no CallableCase" in capsys.readouterr().err

@@ -32,7 +32,8 @@ from cuverify.validators.reach import tensors_reached
 from cuverify.validators.runs import drifts, statistics
 from cuverify.validators.subject import CallableStep, fill_garbage
 
-from cuverify.errors import ArgumentError
+from cuverify.cases.relocate import CASE
+from cuverify.errors import ArgumentError, CaseError
 
 # --- CUPTI ---------------------------------------------------------------------------------------
 
@@ -131,6 +132,27 @@ def test_an_allocation_is_one_event_with_its_address_and_place() -> None:
         "tests/test_observation.py:"
     ) or "test_observation.py:" in str(taken.where)
     assert (refused.error, refused.address) == ("error 900", 0)
+    assert observer.trouble is None
+
+
+def test_two_threads_in_one_call_keep_their_own_results() -> None:
+    library, mine, theirs = Cupti(), ctypes.c_uint64(0x7F10), ctypes.c_uint64(0x7F20)
+    observer = CuptiObserver(library)
+
+    def malloc(place: ctypes.c_uint64, size: int, **more: Any) -> None:
+        library.call(Runtime.cudaMalloc_v3020, ctypes.addressof(place), size, **more)
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=malloc, args=(theirs, 64), kwargs={"result": 900})
+        thread.start()
+        thread.join()
+
+    with observer.phase("capture"):
+        malloc(mine, 4096, inner=meanwhile)
+    assert [(each.size, each.address, each.error) for each in observer.calls] == [
+        (4096, 0x7F10, ""),
+        (64, 0, "error 900"),
+    ]
     assert observer.trouble is None
 
 
@@ -321,9 +343,15 @@ def test_words_of_a_struct_are_candidates_and_numbers_are_left_out() -> None:
     (whole,) = land.words((BASE + 8).to_bytes(8, "little"))
     assert whole.sure
     packed = struct.pack("<QiiQ", BASE + 8, 1024, 1, BASE + 600)
-    assert [(each.address, each.sure) for each in land.words(packed)] == [
+    inside = land.words(packed)
+    assert [(each.address, each.sure) for each in inside] == [
         (BASE + 8, False),
         (BASE + 600, False),
+    ]
+    assert [str(each).endswith(", a word inside a struct)") for each in (whole, *inside)] == [
+        False,
+        True,
+        True,
     ]
     assert land.words(struct.pack("<q", 4096)) == ()
     assert land.words(struct.pack("<ii", 1024, 256)) == ()
@@ -546,6 +574,15 @@ def dies():
 def clean():
     x, y = torch.zeros(3), torch.zeros(3)
     return CallableCase(lambda: torch.add(x, 1, out=y), {"x": x}, {"y": y}, name="plus one")
+
+def unnamed():
+    case = clean()
+    return CallableCase(case.step, case.inputs, case.outputs)
+
+NUMBER = 7
+
+def makes_a_number():
+    return NUMBER
 """
 
 
@@ -554,6 +591,33 @@ def factories(tmp_path: Path) -> str:
     path = tmp_path / "factories.py"
     path.write_text(FACTORIES)
     return str(path)
+
+
+@pytest.mark.parametrize("name", ["makes_a_number", "NUMBER"])
+def test_a_factory_that_makes_no_case_is_refused(factories: str, name: str) -> None:
+    with pytest.raises(CaseError, match=f"{name} gave int, and no CallableCase"):
+        api.validate_factory(f"{factories}:{name}")
+
+
+def test_what_a_factory_makes_is_named_by_it(factories: str) -> None:
+    assert api.made_case(f"{factories}:clean").name == "plus one"
+    assert api.made_case(f"{factories}:unnamed").name == "unnamed"
+
+
+def test_a_check_case_is_no_bare_one() -> None:
+    reference = "cuverify.cases.relocate:CASE"
+    assert api.made_case(reference) is CASE
+    with pytest.raises(CaseError, match="gave RelocateCase, and no CallableCase"):
+        api.made_case(reference, bare=True)
+
+
+@pytest.mark.parametrize(
+    "given", [{"seed": 3}, {"examples": 2}, {"strict": False}, {"progress": print}]
+)
+def test_a_reference_takes_no_arguments_of_a_case(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ArgumentError, match=f"{name}=.* is not for a reference"):
+        api.validate("no_such_module:case", **given)
 
 
 def test_a_factory_that_fails_or_dies_is_a_finding(factories: str) -> None:

@@ -288,6 +288,15 @@ def test_an_input_alone_moves_what_the_reference_moves(monkeypatch: pytest.Monke
     assert {(each.input, each.how) for each in stale} == {("b", "alone"), ("b", "stale")}
 
 
+def test_without_a_reference_noise_is_not_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = run(lambda s: s.case(reference=None, deterministic=False), monkeypatch).seen
+    assert seen.responses == []
+    gap = ("inputs one at a time", "declared nondeterministic, without a reference")
+    assert gap in seen.gaps
+
+
 def test_a_failed_capture_is_tried_again_and_leaves_no_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,6 +30,7 @@ from cuverify.errors import ArgumentError, RelocationRefused
 from cuverify.holders import (
     AllocatorHolder,
     BySlotHolder,
+    Holder,
     IndexHolder,
     PageIndexHolder,
     PinHolder,
@@ -587,6 +588,101 @@ def test_saved_states_and_groups_follow() -> None:
     assert allocator.release_pages.tolist() == [5]
     assert [slots.tolist() for slots in allocator.free_group or []] == [[7]]
     assert [slots.tolist() for slots in state] == [[6, 4], [5]]
+
+
+@pytest.mark.parametrize("kind", ["copied", "view", "longer view", "same twice"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_saved_states_may_share_memory_with_the_free_list(kind: str, library: str) -> None:
+    stored: Any = np.array([2, 3, 4, 5, 6, 7, 8])
+    if library == "torch":
+        stored = pytest.importorskip("torch").from_numpy(stored)
+    allocator = SimpleNamespace(page_size=1, free_pages=stored[1:])
+    state = {
+        "copied": (allocator.free_pages + 0,),
+        "view": (allocator.free_pages,),
+        "longer view": (stored,),
+        "same twice": (stored[1:], allocator.free_pages),
+    }[kind]
+    holder = AllocatorHolder(allocator, states=lambda: [state])
+    where = np.arange(21)
+    where[[20, 5]] = 5, 20
+    holder.rewrite(where)
+    assert allocator.free_pages.tolist() == [3, 4, 6, 7, 8, 20]
+    assert all(slots[-6:].tolist() == [3, 4, 20, 6, 7, 8] for slots in state)
+    holder.rewrite(where)  # and back again
+    assert allocator.free_pages.tolist() == [3, 4, 5, 6, 7, 8]
+    assert all(slots[-6:].tolist() == [3, 4, 5, 6, 7, 8] for slots in state)
+
+
+def test_a_state_that_is_the_free_list_of_the_moment_follows_once() -> None:
+    allocator = TokenAllocator(8)
+    allocator.alloc(2)
+    holder = AllocatorHolder(allocator, states=lambda: [(allocator.free_pages,)])
+    where = np.arange(21)
+    where[[20, 5]] = 5, 20
+    holder.rewrite(where)
+    assert allocator.free_pages.tolist() == [3, 4, 6, 7, 8, 20]
+
+
+def holders_of(table: Any) -> dict[str, Holder]:
+    """Return holders of the two rows of a table, each of which holds both."""
+    child = SimpleNamespace(children={}, value=None, path_device_indices=table[1])
+    root = SimpleNamespace(children={0: child}, value=table[0])
+    allocator = SimpleNamespace(free_pages=table[0], staged_pages=[], free_group=[])
+    return {
+        "request table": TableHolder(table, lambda: [(0, 3), (1, 3)]),
+        "radix tree": TreeHolder(root),
+        "steps": IndexHolder("steps", lambda: [table[0], table[1]]),
+        "allocator": AllocatorHolder(allocator, states=lambda: [(table[0],), (table[1],)]),
+    }
+
+
+@pytest.mark.parametrize("name", ["request table", "radix tree", "steps", "allocator"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
+def test_a_holder_follows_as_a_whole_or_not_at_all(wrong: int, library: str, name: str) -> None:
+    table: Any = np.array([[1, 2, 3], [2, 3, wrong]], np.int32)
+    if library == "torch":
+        table = pytest.importorskip("torch").from_numpy(table)
+    before = table.tolist()
+    holder = holders_of(table)[name]
+    with pytest.raises(RelocationRefused, match=f"{name}: holds slot {wrong}, outside of 4"):
+        holder.rewrite(np.array([0, 3, 2, 1]))
+    assert table.tolist() == before
+    table[1, 2] = 1
+    holder.rewrite(np.array([0, 3, 2, 1]))
+    assert table.tolist() == [[3, 2, 1], [2, 1, 3]]
+
+
+def test_an_epoch_that_a_holder_does_not_follow_can_be_rolled_back() -> None:
+    server = busy_server()
+    before = [part.copy() for part in server.chains()]
+    server.in_flight[1] = SLOTS
+    with pytest.raises(RelocationRefused, match=f"steps in flight: holds slot {SLOTS}, outside"):
+        server.relocation.apply(plans_of(server)["contiguous"])
+    assert server.relocation.recover(roll_back=True) == Step.MOVED
+    server.check()
+    for part, old in zip(server.chains(), before, strict=True):
+        np.testing.assert_array_equal(part, old)
+
+
+def test_entries_by_slot_move_in_all_tensors_or_in_none() -> None:
+    long, short = np.arange(5), np.arange(3)
+    with pytest.raises(RelocationRefused, match="hashes: a tensor has 3 entries for 4 slots"):
+        BySlotHolder("hashes", lambda: [long, short]).rewrite(np.array([0, 3, 2, 1]))
+    assert (long.tolist(), short.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
+
+
+def test_a_permutation_is_taken_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    real, taken = torch.from_numpy, []
+    monkeypatch.setattr(torch, "from_numpy", lambda array: taken.append(1) or real(array))
+    table = real(np.array([[1, 2, 3], [2, 3, 1]]))
+    by_slot = BySlotHolder("hashes", lambda: [torch.arange(4), torch.arange(9)])
+    for holder in (*holders_of(table).values(), by_slot):
+        taken.clear()
+        holder.rewrite(np.array([0, 3, 2, 1]))
+        assert len(taken) == 1, holder.name
 
 
 # --- readers -------------------------------------------------------------------------------------

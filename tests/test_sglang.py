@@ -38,7 +38,7 @@ from cuverify.sglang.schedule import (
     schedule,
     stale_fields,
 )
-from cuverify.sglang.seen import ContractSeen, PlaySeen
+from cuverify.sglang.seen import ContractSeen, FrozenSeen, PlaySeen
 from cuverify.sglang.step import RunnerStep
 from cuverify.strategies import examples
 from cuverify.tree import DraftTree
@@ -495,6 +495,14 @@ def test_the_judge_tells_causes_apart() -> None:
     moved = a_play(1, wrong=True, moved=("plan.indptr",))
     assert rules(record(right, moved)) == ["CV303"]
     assert rules(record(right, a_play(1, moved=("plan.indptr",)))) == []
+    raised = a_play(2, fault=Fault("replay", "ValueError: no plan", "b.py:3"))
+    assert rules(record(right, moved, raised)) == ["CV303"]
+    frozen = FrozenSeen(4, "k", "grid", ("1", "2"))
+    assert rules(record(right, a_play(1, wrong=True), raised, frozen=[frozen])) == [
+        "CV302",
+        "CV902",
+    ]
+    assert rules(record(right, a_play(1, wrong=True), frozen=[frozen])) == ["CV302"]
     unwritten = replace(a_play(1, wrong=True), unchanged=3)
     assert rules(record(right, unwritten)) == ["CV602"]
 
@@ -583,6 +591,14 @@ def test_the_command_judges_a_broken_backend(capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert {f["rule"] for f in report["findings"]} == {"CV302"}
     assert main(["check", "relocate", "--runner", _OURS]) == 2
+    gaps = {line["subject"]: line["detail"] for line in report["coverage"]}
+    for family in FAMILIES:
+        reason = gaps[f"host lane, {family} hooks, all sizes"]
+        assert reason == "findings under the checkers come first"
+    for option in (["--examples", "3"], ["--arch", "sm_90"]):
+        capsys.readouterr()
+        assert main(["check", *option, "--runner", _OURS]) == 2
+        assert "--runner takes no --arch and no --examples" in capsys.readouterr().err
 
 
 # --- on a GPU --------------------------------------------------------------------------------------

@@ -61,6 +61,27 @@ def test_a_variable_records_a_process(tmp_path: Path) -> None:
     assert [event["name"] for event in events] == ["all"]
 
 
+def test_a_process_keeps_no_events_and_a_log_of_a_while_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Event:
+        def record(self) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(stages, "_events", lambda: (Event(), Event()))
+    monkeypatch.setattr(stages, "_logs", [])
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    stages._record_process(tmp_path / "trace.json")
+    with stage("of the process"):
+        pass
+    assert made == []
+    with record_stages(), stage("of a while"):
+        pass
+    assert len(made) == 1
+
+
 @gpu
 def test_stages_time_the_device() -> None:
     import torch

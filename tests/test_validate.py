@@ -88,6 +88,17 @@ def test_there_are_recordings_of_right_and_of_wrong_steps() -> None:
     assert len(stems & set(FAULTY)) >= 8
 
 
+def test_a_word_of_a_struct_is_a_candidate_and_the_replay_proves_it() -> None:
+    seen = from_plain(json.loads((HERE / "recorded" / "freed_input.json").read_text()))
+    held, wrong = (finding for finding in rules.judge(seen) if finding.rule == "CV401")
+    assert (held.severity, held.evidence["certain"]) == ("warning", False)
+    assert "a word inside a struct" in held.message
+    assert (wrong.severity, wrong.message.partition(":")[0]) == (
+        "error",
+        "after other code allocated, wrote and freed memory the replay differs",
+    )
+
+
 # --- on a GPU ------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ import pytest
 from cuverify.validators import explain, rules
 from cuverify.validators.child import ChildOutcome
 from cuverify.validators.zoo import forks, rates, registry, run
+from cuverify.validators.zoo.classes import CLASSES
 from cuverify.validators.zoo.forks import Job, run_jobs
 from cuverify.validators.zoo.mutant import Mutant
-from cuverify.validators.zoo.rates import CLASSES, Run, fault_line
+from cuverify.validators.zoo.rates import Run, fault_line
 from cuverify.validators.zoo.registry import BY_NAME, MUTANTS
 
 from cuverify.errors import ArgumentError, DeviceError
@@ -67,9 +68,16 @@ def test_entries_are_complete_and_unique() -> None:
 
 def test_every_failure_class_is_shown_or_excused() -> None:
     shown = registry.classes_shown()
-    assert shown | set(registry.CLASSES_NOT_SHOWN) == set(range(1, CLASSES + 1))
+    assert shown | set(registry.CLASSES_NOT_SHOWN) == set(CLASSES)
     assert not shown & set(registry.CLASSES_NOT_SHOWN)
     assert len(shown) >= 45
+
+
+def test_failure_classes_are_numbered_from_1_and_have_names_of_their_own() -> None:
+    assert list(CLASSES) == list(range(1, len(CLASSES) + 1))
+    assert len(set(CLASSES.values())) == len(CLASSES)
+    (row,) = rates.overview([BY_NAME["null_stream"]]).tables[0].rows
+    assert row[3] == [f"1: {CLASSES[1]}"]
 
 
 def test_every_rule_is_shown_or_excused() -> None:
@@ -261,7 +269,7 @@ def test_the_report_names_what_went_wrong() -> None:
     assert ("CV606", 0, 0, None, 2, 1, 50.0) in by_rule.rows
     subjects = {line.subject: line for line in report.coverage}
     assert subjects["mutant gone"].detail == "cupti is not installed"
-    assert "failure class 8" in subjects
+    assert "failure class 8, graph of another step out of a cache" in subjects
     missed = next(finding for finding in report.findings if finding.rule == "zoo-missed")
     assert "one" in missed.message and "CV101" in missed.message and "CV301" in missed.message
     report.to_text(), report.to_html()

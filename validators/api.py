@@ -33,6 +33,9 @@ SILENCE_S = 60.0
 # what a child says before it has looked at anything
 _COULD_NOT_RUN = {"CaseError": CaseError, "DeviceError": DeviceError}
 
+# what `validate` would have to hand to a child, as it is when nobody gives it
+_OF_A_REFERENCE = {"seed": 0, "examples": None, "strict": True, "progress": None}
+
 _TASK = f"{__name__}:run_in_child"
 
 
@@ -141,9 +144,10 @@ def validate_factory(
     ArgumentError
         `silence_s` is not positive.
     CaseError
-        The factory cannot be found.
+        The factory cannot be found, or gives no case.
     DeviceError
-        There is no CUDA device.
+        There is no CUDA device, and the case is a check case. A `CallableCase` is linted then, as
+        `validate` says.
     """
     listener = Listener(reference)
     outcome = run_child(
@@ -172,7 +176,8 @@ def validate(
     Parameters
     ----------
     case : CallableCase, CheckCase or str
-        A string is a reference as `validate_factory` takes it, and always goes into a child.
+        A string is a reference as `validate_factory` takes it, and always goes into a child: it
+        takes none of `seed`, `examples`, `strict` and `progress`.
     seed : int
         Draws the batches of a check case.
     examples : int, optional
@@ -191,12 +196,16 @@ def validate(
     Raises
     ------
     ArgumentError
-        ``child=True`` with an object.
+        ``child=True`` with an object, or an argument that a reference does not take.
     DeviceError
         There is no CUDA device, and the case is a check case. A `CallableCase` goes to the lint
         then (`cuverify.validators.lint`), and the coverage says that nothing was captured.
     """
     if isinstance(case, str):
+        given = {"seed": seed, "examples": examples, "strict": strict, "progress": progress}
+        for name, value in given.items():
+            if value != _OF_A_REFERENCE[name]:
+                raise ArgumentError(name, value, "is not for a reference: give the case itself")
         return validate_factory(case)
     if child:
         raise ArgumentError("child", child, "needs a reference, module:function, and no object")
@@ -275,11 +284,7 @@ class Listener:
 
 def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
     """Be the child: make the case, validate it, and send its report."""
-    made = load_factory(work["reference"])
-    case = made() if callable(made) and not hasattr(made, "device_batches") else made
-    if isinstance(case, CallableCase) and case.name == CallableCase.name:
-        case.name = work["reference"].rpartition(":")[2]
-    report_to(emit, case)
+    report_to(emit, made_case(work["reference"]))
 
 
 def report_to(emit: Emit, case: Any) -> None:
@@ -300,6 +305,31 @@ def report_to(emit: Emit, case: Any) -> None:
 
     report = validate(case, progress=begins)
     emit({"kind": "report", "report": report.to_json()})
+
+
+def made_case(reference: str, *, bare: bool = False) -> Any:
+    """Return the case that a factory makes.
+
+    Parameters
+    ----------
+    reference : str
+        As `validate_factory` takes it.
+    bare : bool
+        Take a `CallableCase` only, and no check case.
+
+    Raises
+    ------
+    CaseError
+        There is no such factory, or it gives something else.
+    """
+    made = load_factory(reference)
+    case = made() if callable(made) and not hasattr(made, "device_batches") else made
+    if not isinstance(case, CallableCase):
+        if bare or not hasattr(case, "device_batches"):
+            raise CaseError(f"{reference} gave {type(case).__name__}, and no CallableCase")
+    elif case.name == CallableCase.name:
+        case.name = reference.rpartition(":")[2]
+    return case
 
 
 def load_factory(reference: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuverify.validators.judging import launches_of
 from cuverify.validators.observations import CaptureSeen, is_main
 
 from cuverify.report import Coverage
@@ -22,8 +23,7 @@ def coverage(seen: CaptureSeen) -> list[Coverage]:
     """
     reference = "compared with the reference" if seen.has_reference else "taken as the reference"
     lines = [_stage_coverage(seen, "eager", "eager run", reference)]
-    launches = sum(call.kind == "launch" and call.phase == seen.replayed for call in seen.calls)
-    recorded = f"{len(seen.launches) or launches} launches recorded"
+    recorded = f"{len(launches_of(seen))} launches recorded"
     lines.append(_stage_coverage(seen, "capture", "capture", recorded))
     if "capture" in seen.stages:
         lines.extend(_graph_coverage(seen))

@@ -63,7 +63,8 @@ class CuptiObserver:
         self.wide: list[WideArgumentSeen] = []
         self._phase = ""
         self._main = threading.get_ident()
-        self._open: dict[int, list[tuple[int, int]]] = {}  # by thread: calls inside others
+        # by thread: calls inside others, the outermost as it was recorded
+        self._open: dict[int, list[CallSeen | None]] = {}
         self._known: dict[tuple[int, int], tuple[str, Call]] = {}
         self._maps: list[tuple[int, int, str]] = []
         for domain in _RUNTIME_FIRST:
@@ -109,20 +110,18 @@ class CuptiObserver:
             inside = self._open.setdefault(thread, [])
             if int(data.callback_site) == 0:
                 # the driver's call inside the runtime's is the same event
-                if not inside:
-                    self._enter(known, data, thread)
-                inside.append((int(domain), int(identity)))
+                inside.append(None if inside else self._enter(known, data, thread))
             elif inside:
-                inside.pop()
-                if not inside:
-                    self._leave(known, data, thread)
+                entered = inside.pop()
+                if entered is not None:
+                    self._leave(entered, known[1], data)
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
 
-    def _enter(self, known: tuple[str, Call], data: Any, thread: int) -> None:
+    def _enter(self, known: tuple[str, Call], data: Any, thread: int) -> CallSeen | None:
         if len(self.calls) >= _MOST:
             self.dropped += 1
-            return
+            return None
         api, call = known
         arguments = _word(int(data.ptr) + _ARGUMENTS)
         frame = _caller()
@@ -140,19 +139,19 @@ class CuptiObserver:
         pointers: tuple[int, ...] = ()
         if api in _CELLS:
             pointers = self._arguments(api, arguments, str(data.symbol_name), where)
-        self.calls.append(
-            CallSeen(
-                api,
-                call.kind,
-                self._phase,
-                thread=whose,
-                where=where,
-                origin="" if call.kind in _CHEAP else self._origin(),
-                kernel=str(data.symbol_name) if call.kind == "launch" else None,
-                pointers=pointers,
-                **values,  # type: ignore[arg-type]
-            )
+        entered = CallSeen(
+            api,
+            call.kind,
+            self._phase,
+            thread=whose,
+            where=where,
+            origin="" if call.kind in _CHEAP else self._origin(),
+            kernel=str(data.symbol_name) if call.kind == "launch" else None,
+            pointers=pointers,
+            **values,  # type: ignore[arg-type]
         )
+        self.calls.append(entered)
+        return entered
 
     def _arguments(
         self, api: str, arguments: int, kernel: str, where: str | None
@@ -172,21 +171,20 @@ class CuptiObserver:
                     self.wide.append(WideArgumentSeen(kernel, index, width, *wide, where))
         return tuple(found)
 
-    def _leave(self, known: tuple[str, Call], data: Any, thread: int) -> None:
-        api, call = known
+    def _leave(self, entered: CallSeen, call: Call, data: Any) -> None:
         place = _word(int(data.ptr) + _RESULT)
         code = ctypes.c_int.from_address(place).value if place else 0
         if not code and not call.returned:
             return
-        for index in range(len(self.calls) - 1, max(-1, len(self.calls) - 64), -1):
-            seen = self.calls[index]
-            if seen.api == api and seen.thread in ("main", "other", "autograd"):
-                address = seen.address
-                if call.returned and not code:
-                    arguments = _word(int(data.ptr) + _ARGUMENTS)
-                    address = _at(_at(arguments, call.address), 0)
-                error = f"error {code}" if code else ""
-                self.calls[index] = replace(seen, address=address, error=error)
+        address = entered.address
+        if call.returned and not code:
+            arguments = _word(int(data.ptr) + _ARGUMENTS)
+            address = _at(_at(arguments, call.address), 0)
+        left = replace(entered, address=address, error=f"error {code}" if code else "")
+        # others may have been recorded since: by another thread, in the same call
+        for index in range(len(self.calls) - 1, -1, -1):
+            if self.calls[index] is entered:
+                self.calls[index] = left
                 return
 
     def _other_thread(self, frame: Any, where: str | None) -> tuple[str, str | None]:

@@ -24,11 +24,13 @@ _LIVE = "active_allocated"
 
 def _freed(seen: CaptureSeen) -> Iterator[Verdict]:
     told = set()
+    certain = False
     for node, what, pointer in pointers_of(seen):
         dead = pointer.space == "torch" and pointer.state != _LIVE and pointer.pool == (0, 0)
         if not dead or (node.title, pointer.address) in told:
             continue
         told.add((node.title, pointer.address))
+        certain = certain or pointer.sure
         yield Verdict(
             f"{what} of `{node.title}` points to {pointer}: the tensor was freed, and the block "
             "belongs to whoever allocates next",
@@ -40,8 +42,9 @@ def _freed(seen: CaptureSeen) -> Iterator[Verdict]:
                 "state": pointer.state,
                 "certain": pointer.sure,
             },
+            severity=None if pointer.sure else "warning",
         )
-    if told:
+    if certain:
         return
     for trial, drift in disturbed(seen, "interference"):
         yield Verdict(

@@ -29,6 +29,7 @@ def _vacuous(seen: CaptureSeen) -> Iterator[Verdict]:
             "before the replay",
             evidence={"replays": len(runs), "inputs": [run.label for run in runs]},
         )
+    # a warning: some right batches answer alike, such as moves of no rows
     if seen.other_answers == 0 and len({run.label for run in runs}) > 1:
         yield Verdict(
             "the right answer is the same for all inputs: a graph that ignores its inputs passes",

@@ -179,16 +179,22 @@ def refused_in_capture(
     operation : torch._ops.OpOverload
     args, kwargs
         Its arguments.
+
+    Notes
+    -----
+    One element written through a boolean index is a fill where it is the host's, and makes a list
+    of positions where it is the device's. Among CPU tensors that stand for those on a device the
+    two look alike here, and both are taken.
     """
     import torch
 
     name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else ""
     if name in {"index", "index_put_", "index_put", "_index_put_impl_"}:
         indices = [at for at in args[1] if at is not None]
-        if not any(at.dtype in (torch.bool, torch.uint8) for at in indices):
+        if not any(is_mask(at) for at in indices):
             return None
-        # one number into masked places is a fill, which needs no count
-        if name != "index" and args[2].numel() == 1:
+        # one number of the host into masked places is a fill, which needs no count
+        if name != "index" and args[2].numel() == 1 and not _on_gpu(args[0], args[2]):
             return None
         return "a boolean index is turned into positions, whose number the host must know"
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
@@ -198,6 +204,17 @@ def refused_in_capture(
     if torch.Tag.dynamic_output_shape in operation.tags:
         return "the shape of its result depends on values on the device"
     return None
+
+
+def is_mask(index: torch.Tensor) -> bool:
+    """Tell whether an index is turned into positions."""
+    import torch
+
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _on_gpu(*tensors: torch.Tensor) -> bool:
+    return all(tensor.device.type == "cuda" for tensor in tensors)
 
 
 def _writes(operation: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from cuverify.validators.callable_case import CallableCase
 from cuverify.validators.lint_watch import LintSeen, Operation, has_gpu, observe
 from cuverify.validators.places import place_of
+from cuverify.validators.subject import CallableStep
 
 from cuverify.report import Coverage, Finding, Report, Table
 
@@ -42,18 +43,19 @@ def lint(case: CallableCase) -> Report:
 
     Notes
     -----
-    The step runs three to five times and writes its tensors. Nothing global stays changed.
+    The step runs two to four times and writes its tensors. Nothing global stays changed.
     """
     report = Report(f"lint of {case.name}")
-    _seeded(case, case.seeds[0])  # what is made once and kept is made now
-    first = _seeded(case, case.seeds[0])
+    step = CallableStep(case)  # knows what the state held
+    _seeded(step, case.seeds[0])  # what is made once and kept is made now
+    first = _seeded(step, case.seeds[0])
     merged = dict(first.findings)
     report.coverage.append(Coverage("step", "inspected", _COVERAGE))
     report.coverage.append(Coverage("capture", "not inspected", _no_capture()))
     if first.error is not None:
         _add_error(report, case.name, first.error)
     else:
-        merged.update(_frozen(case, first, report))
+        merged.update(_frozen(step, first, report))
         fake = _on_fakes(case, report)
         merged.update({key: found for key, found in fake.items() if key not in merged})
     report.findings.extend(merged.values())
@@ -70,13 +72,20 @@ def _no_capture() -> str:
     return "a lint captures nothing" if has_gpu() else "no CUDA device"
 
 
-def _seeded(case: CallableCase, seed: int) -> LintSeen:
+def _seeded(step: CallableStep, seed: int) -> LintSeen:
     """Run the step once on the inputs of a seed."""
+    case = step.case
     if case.refill is not None:
         case.refill(seed)
     if case.vary is not None:
         case.vary(0)
-    return observe(case)
+    return _observed(step)
+
+
+def _observed(step: CallableStep) -> LintSeen:
+    """Run the step once, from the state of the beginning."""
+    step.restore()
+    return observe(step.case)
 
 
 def _add_error(report: Report, name: str, error: Exception) -> None:
@@ -94,8 +103,9 @@ def _add_error(report: Report, name: str, error: Exception) -> None:
 # --- numbers and shapes that change ---------------------------------------------------------------
 
 
-def _frozen(case: CallableCase, first: LintSeen, report: Report) -> dict[tuple[Any, ...], Finding]:
+def _frozen(step: CallableStep, first: LintSeen, report: Report) -> dict[tuple[Any, ...], Finding]:
     """Compare two runs on other inputs; whatever differs besides tensors would be frozen."""
+    case = step.case
     if case.refill is None and case.vary is None:
         reason = "without refill or vary there is no other run to compare with"
         report.coverage.append(Coverage("frozen numbers", "not inspected", reason))
@@ -103,10 +113,10 @@ def _frozen(case: CallableCase, first: LintSeen, report: Report) -> dict[tuple[A
     found = {}
     if case.vary is not None:
         case.vary(1)
-        other = observe(case)
+        other = _observed(step)
         case.vary(0)
     else:
-        other = _seeded(case, next((s for s in case.seeds if s != case.seeds[0]), 1))
+        other = _seeded(step, next((s for s in case.seeds if s != case.seeds[0]), 1))
     if other.error is not None:
         _add_error(report, case.name, other.error)
         return {}

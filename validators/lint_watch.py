@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cuverify.validators.callable_case import CallableCase
-from cuverify.validators.host_graph import numbers_and_pointers, refused_in_capture
+from cuverify.validators.host_graph import is_mask, numbers_and_pointers, refused_in_capture
 from cuverify.validators.intercept import calls, operations
 from cuverify.validators.places import place_in
 
@@ -302,6 +302,14 @@ class _Watcher:
         elif name in _FROM_HOST and not _is_tensor(args[0] if args else kwargs.get("data")):
             message = f"{_FROM_HOST[name]} is a copy from pageable memory on a GPU"
             self.seen.add("copy", name, where, message, _FIX_COPY)
+        elif name == "__setitem__" and self._writes_places(args):
+            what = _SHAPES[name]
+            message = (
+                f"{what} a value that is on the device: the index is turned into positions, whose "
+                "number the host must know"
+            )
+            self.reported = True
+            self.seen.add("shape", what, where, message, _FIX_SHAPE)
         elif name == "backward":
             message = "the step runs autograd's backward pass, on threads of its own"
             fix = "Capture a whole training step by torch's recipe, or run under torch.no_grad()."
@@ -322,6 +330,15 @@ class _Watcher:
     def _of_device(self, tensor: Any) -> bool:
         """Tell whether a tensor is on the device, or stands for one that is."""
         return not self.seen.on_device or not _is_tensor(tensor) or tensor.device.type == "cuda"
+
+    def _writes_places(self, args: Any) -> bool:
+        """Tell whether `tensor[mask] = value` needs the mask's positions: no number of the host."""
+        if len(args) < 3 or not all(
+            _is_tensor(t) and self._of_device(t) for t in (args[0], args[2])
+        ):
+            return False
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(_is_tensor(at) and is_mask(at) for at in indices)
 
     def _read(self, what: str, where: str | None) -> None:
         self.reported = True

@@ -91,6 +91,8 @@ class PointerSeen:
             text += f", pool {self.pool}"
         if self.owner:
             text += f", {self.owner}"
+        if not self.sure:
+            text += ", a word inside a struct"
         return text + ")"
 
 

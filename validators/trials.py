@@ -265,6 +265,8 @@ def _responses(run: CaptureProtocol, first: Any) -> None:
         want = run.reference(f"{name} alone")
         if want is None:
             if not run.seen.deterministic:
+                reason = "declared nondeterministic, without a reference"
+                run.gap("inputs one at a time", reason)
                 return
             run.prepared(name)
             run.eager_step(name)

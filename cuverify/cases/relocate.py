@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import CaseError
+from cuverify.launching import number_of
 from cuverify.ops.relocate import (
     LIST_ROWS,
     LONGER_LISTS,
@@ -20,7 +21,6 @@ from cuverify.ops.relocate import (
     RelocateWorkspace,
     relocate_kernels,
 )
-from cuverify.ops.verify_plan import number_of
 from cuverify.reference import relocate as oracle
 from cuverify.workload import RelocationBatch, real_batches
 

@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.ops.verify_plan import multiprocessors, number_of
+from cuverify.launching import check_int, multiprocessors, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS
 
@@ -68,9 +68,9 @@ def accept_buffers(batch: int, num_tokens: int, max_path: int) -> dict[str, Buff
     ArgumentError
         Naming the argument.
     """
-    _check_int("batch", batch, 1, 65_535, "requests")
-    _check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
-    _check_int("max_path", max_path, 1, MAX_TOKENS, "nodes of a path")
+    check_int("batch", batch, 1, 65_535, "requests")
+    check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
+    check_int("max_path", max_path, 1, MAX_TOKENS, "nodes of a path")
     return {
         "predicts": Buffer((batch * num_tokens,), "int32"),
         "accept_index": Buffer((batch, max_path), "int32"),
@@ -272,12 +272,11 @@ class AcceptSampled:
             "uniform_final": uniform_final,
             "target_probs": target_probs,
         }
-        batch, n, path = _checked(given, retrieve_index, into, others)
+        written = {} if draft_probs is None else {"draft_probs": draft_probs}
+        batch, n, path = _checked(given, retrieve_index, into, others, written)
         probs = tensor_of("target_probs", target_probs)
         if len(probs.shape) != 3 or not probs.shape[2]:
             raise wrong(probs, f"wants [{batch}, {n}, vocabulary]")
-        if draft_probs is not None:
-            refuse_overlap([tensor_of("draft_probs", draft_probs)], [probs])
         thresholds = {"threshold_single": threshold_single, "threshold_acc": threshold_acc}
         for name, value in thresholds.items():
             if not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -315,9 +314,16 @@ def _kernels(values: tuple[tuple[str, int | str], ...]) -> dict[str, Kernel]:
 
 
 def _checked(
-    given: Mapping[str, Any], retrieve_index: Any, into: AcceptBuffers, others: Mapping[str, Any]
+    given: Mapping[str, Any],
+    retrieve_index: Any,
+    into: AcceptBuffers,
+    others: Mapping[str, Any],
+    written: Mapping[str, Any] | None = None,
 ) -> tuple[int, int, int]:
-    """Return batch, nodes and the longest path; refuse buffers that do not fit."""
+    """Return batch, nodes and the longest path; refuse buffers that do not fit.
+
+    `others` are read; `written` is, like `into`, and shares memory with nothing.
+    """
     tree = {name: tensor_of(name, value) for name, value in given.items()}
     if retrieve_index is not None:
         tree["retrieve_index"] = tensor_of("retrieve_index", retrieve_index)
@@ -336,8 +342,9 @@ def _checked(
         if held[name].shape != buffer.shape:
             raise wrong(held[name], f"wants shape {list(buffer.shape)}: {batch} trees of {n} nodes")
     inputs: list[Tensor] = [*tree.values(), *(tensor_of(k, v) for k, v in others.items())]
-    refuse_overlap(list(held.values()), inputs)
-    device_of([*held.values(), *inputs])
+    outputs = [*held.values(), *(tensor_of(k, v) for k, v in (written or {}).items())]
+    refuse_overlap(outputs, inputs)
+    device_of([*outputs, *inputs])
     return batch, n, index.shape[1]
 
 
@@ -346,8 +353,3 @@ def _pieces(device: str, rows: int, vocab: int) -> int:
     count = multiprocessors(device)
     wanted = 3 if count is None else _CTAS_PER_MULTIPROCESSOR * count // rows
     return max(1, min(wanted, -(-vocab // _PIECE_LOGITS)))
-
-
-def _check_int(name: str, value: object, low: int, high: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(name, value, f"wants {low} to {high} {what}")

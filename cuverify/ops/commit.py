@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cuverify.arguments import device_of
-from cuverify.buffers import Buffer, read, tensor_of, wrong
+from cuverify.arguments import Tensor, device_of
+from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
+from cuverify.launching import grid, index_ctype, number_of
 from cuverify.ops.relocate import SCRATCH_BYTES, RelocatePlan, RelocateWorkspace
-from cuverify.ops.verify_plan import index_ctype, multiprocessors, number_of
 from cuverify.sources import KernelSource
 
 Way = Literal["rows", "table"]
 
-_HOST_CTAS = 2
 _CTAS_PER_MULTIPROCESSOR = 4
 
 
@@ -161,7 +160,8 @@ class CommitPlan:
     page_size : int
         Slots of a page of the pools.
     new_lens : tensor like seq_lens, optional
-        Where the lengths after the commit go, which may be `seq_lens` itself in a commit by rows.
+        Where the lengths after the commit go, which may be `seq_lens` itself in a commit by rows;
+        one by table still needs the old lengths.
     workspace : CommitWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     relocate_workspace : RelocateWorkspace, optional
@@ -231,14 +231,11 @@ class CommitPlan:
         if new_lens is not None and inputs["new_lens"].dtype != inputs["seq_lens"].dtype:
             raise wrong(inputs["new_lens"], f"seq_lens are {inputs['seq_lens'].dtype}")
         self.way: Way = "table" if pools is None else "rows"
-        if self.way == "table" and new_lens is seq_lens:
-            raise ArgumentError(
-                "new_lens", new_lens, "a commit by table needs the old lengths: give another tensor"
-            )
         if self.way == "table" and page_size != 1:
             raise ArgumentError("page_size", page_size, "a commit by table needs pages of one slot")
         if workspace is None:
             workspace = CommitWorkspace.allocate(accept_index, batch, depth)
+        _refuse_shared(self.way, inputs, workspace)
         tokens = inputs["out_cache_loc"].shape[0]
         rows, width = inputs["req_to_token"].shape
 
@@ -271,7 +268,8 @@ class CommitPlan:
         else:
             table = kernels["commit_table"]
             self.permute = table.bind(
-                _grid(num_ctas, device, batch), number_of(table, "TABLE_THREADS"),
+                grid(num_ctas, device, batch, _CTAS_PER_MULTIPROCESSOR),
+                number_of(table, "TABLE_THREADS"),
                 accept_index, accept_token_num, qo_indptr, seq_lens, req_pool_indices, batch, depth,
                 workspace.status, req_to_token, inputs["req_to_token"].strides[0], out_cache_loc,
             )  # fmt: skip
@@ -322,10 +320,17 @@ def _kernels(values: tuple[tuple[str, str], ...]) -> dict[str, Kernel]:
     return {name: Kernel(source, name) for name in ("commit_plan", "commit_table")}
 
 
-def _grid(num_ctas: int | None, device: str | None, useful: int) -> int:
-    if num_ctas is not None:
-        if num_ctas < 1:
-            raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
-        return num_ctas
-    count = multiprocessors(device or "cpu")
-    return min(useful, _HOST_CTAS if count is None else _CTAS_PER_MULTIPROCESSOR * count)
+def _refuse_shared(way: Way, inputs: Mapping[str, Tensor], workspace: CommitWorkspace) -> None:
+    """Raise if what a commit writes shares memory with anything else that it is given."""
+    buffers, outputs = ["status"], ["new_lens"]
+    if way == "rows":
+        buffers += ["src", "dst", "count"]
+    else:
+        outputs += ["req_to_token", "out_cache_loc"]
+    held = [tensor_of(f"workspace.{name}", getattr(workspace, name)) for name in buffers]
+    others = dict(inputs)
+    written = [others.pop(name) for name in outputs if name in others]
+    in_place = "new_lens" in inputs and inputs["new_lens"].address == inputs["seq_lens"].address
+    if way == "rows" and in_place:
+        del others["seq_lens"]  # one thread reads and replaces a request's length
+    refuse_overlap([*held, *written], list(others.values()))

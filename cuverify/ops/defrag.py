@@ -18,12 +18,11 @@ from cuverify.arguments import device_of
 from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
+from cuverify.launching import grid, index_ctype, number_of
 from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace
-from cuverify.ops.verify_plan import index_ctype, multiprocessors, number_of
 from cuverify.planner import MovePlan
 from cuverify.sources import KernelSource
 
-_HOST_CTAS = 2
 _CTAS_PER_MULTIPROCESSOR = 4
 
 
@@ -33,7 +32,7 @@ def defrag_workspace(num_slots: int, budget: int) -> dict[str, Buffer]:
     Parameters
     ----------
     num_slots : int
-        Slots of the pools.
+        Slots of the pools; fewer than 2**31, as `budget`.
     budget : int
         Most rows that a call moves.
 
@@ -41,9 +40,14 @@ def defrag_workspace(num_slots: int, budget: int) -> dict[str, Buffer]:
     -------
     dict of str to Buffer
         The fields of `DefragWorkspace`.
+
+    Raises
+    ------
+    ArgumentError
+        Naming both.
     """
-    if num_slots < 1 or not 1 <= budget < 2**31:
-        raise ArgumentError("num_slots, budget", (num_slots, budget), "want at least 1 each")
+    if not 1 <= num_slots < 2**31 or not 1 <= budget < 2**31:
+        raise ArgumentError("num_slots, budget", (num_slots, budget), "want 1 to 2**31 - 1 each")
     return {
         "live": Buffer((-(-num_slots // 32),), "uint32"),
         "fault": Buffer((1,), "int32"),
@@ -178,10 +182,11 @@ class DefragPlan:
             held_lens, batch, held, held_count, capacity,
         )  # fmt: skip
         threads = number_of(kernels["defrag_mark"], "HOLD_THREADS")
-        grid = _grid(num_ctas, device, batch + 1)
+        by_entry = grid(num_ctas, device, batch + 1, _CTAS_PER_MULTIPROCESSOR)
+        by_row = grid(num_ctas, device, -(-budget // threads), _CTAS_PER_MULTIPROCESSOR)
         self.plan = (
             kernels["defrag_mark"].bind(
-                grid, threads, *holders, num_slots, workspace.live, workspace.fault
+                by_entry, threads, *holders, num_slots, workspace.live, workspace.fault
             ),
             kernels["defrag_compact"].bind(
                 1, number_of(kernels["defrag_compact"], "COMPACT_THREADS"),
@@ -192,10 +197,10 @@ class DefragPlan:
         lists = (workspace.src, workspace.dst, workspace.count, budget, num_slots)
         self.rewrite = (
             kernels["defrag_index"].bind(
-                _grid(num_ctas, device, -(-budget // threads)), threads,
+                by_row, threads,
                 workspace.src, workspace.count, budget, num_slots, workspace.moved_by,
             ),
-            kernels["defrag_rewrite"].bind(grid, threads, *holders, *lists, workspace.moved_by),
+            kernels["defrag_rewrite"].bind(by_entry, threads, *holders, *lists, workspace.moved_by),
         )  # fmt: skip
 
     def __call__(self) -> None:
@@ -208,6 +213,12 @@ class DefragPlan:
 
     def read(self) -> MovePlan:
         """Return what the last call moved. Waits for the device: not for use inside a capture.
+
+        Returns
+        -------
+        MovePlan
+            Where `complete` is False there may be more to move. It may also be that the call moved
+            exactly `budget` rows and none is left: the next call says so.
 
         Raises
         ------
@@ -242,12 +253,3 @@ def _kernels(values: tuple[tuple[str, str | int], ...]) -> dict[str, Kernel]:
     source = KernelSource.from_package("defrag", values=dict(values))
     names = ("defrag_mark", "defrag_compact", "defrag_index", "defrag_rewrite")
     return {name: Kernel(source, name) for name in names}
-
-
-def _grid(num_ctas: int | None, device: str | None, useful: int) -> int:
-    if num_ctas is not None:
-        if num_ctas < 1:
-            raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
-        return num_ctas
-    count = multiprocessors(device or "cpu")
-    return min(useful, _HOST_CTAS if count is None else _CTAS_PER_MULTIPROCESSOR * count)

@@ -27,6 +27,7 @@ from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
+from cuverify.launching import grid, number_of
 from cuverify.sources import KernelSource
 
 LANES = 8
@@ -37,7 +38,6 @@ SCRATCH_BYTES = 1 << 30
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
-_HOST_CTAS = 2
 LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
@@ -409,12 +409,12 @@ class RelocatePlan:
     ) -> BoundLaunch:
         held = self.workspace
         src, dst, count, capacity = self._list
-        threads = _threads(kernel, "LIST_THREADS")
+        threads = number_of(kernel, "LIST_THREADS")
         moving = -(-capacity * len(shape.places) * LANES // threads)
         useful = len(shape.columns) if capacity <= shape.ahead else moving
-        resident = _threads(kernel, "LIST_RESIDENT")
+        resident = number_of(kernel, "LIST_RESIDENT")
         return kernel.bind(
-            _grid(num_ctas, device, useful, resident), threads,
+            grid(num_ctas, device, useful, resident), threads,
             held.columns, len(shape.columns), shape.column_pieces, held.places, len(shape.places),
             page_size, src, dst, count, capacity, self.num_slots, _buckets(capacity), held.status,
             reach={"columns": list(self.pools), "places": list(self.pools)},
@@ -435,17 +435,18 @@ class RelocatePlan:
         places = len(shape.places)
         check, rows = kernels["relocate_check"], kernels["relocate_rows"]
         yield check.bind(
-            1, _threads(check, "CHECK_THREADS"),
+            1, number_of(check, "CHECK_THREADS"),
             src, dst, count, capacity, slots, held.bitmap, held.status,
             shared=_check_shared_bytes(0 if bitmap else slots),
         )  # fmt: skip
-        threads = _threads(rows, "ROWS_THREADS")
-        grid = _grid(num_ctas, device, -(-capacity * places * LANES // threads))
+        threads = number_of(rows, "ROWS_THREADS")
+        pieces = -(-capacity * places * LANES // threads)
+        by_piece = grid(num_ctas, device, pieces, _CTAS_PER_MULTIPROCESSOR)
         yield rows.bind(
-            grid, threads,
+            by_piece, threads,
             held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
-        by_row = _grid(num_ctas, device, -(-capacity // threads))
+        by_row = grid(num_ctas, device, -(-capacity // threads), _CTAS_PER_MULTIPROCESSOR)
         if self._disjoint_only:
             return
         yield kernels["relocate_index"].bind(
@@ -465,13 +466,13 @@ class RelocatePlan:
         rounds = -(-places // min(places, scratch_rows // capacity))
         for number in range(rounds):
             yield kernels["relocate_stage"].bind(
-                grid, threads,
+                by_piece, threads,
                 held.places, places, number, page_size, src, count, capacity, held.status,
                 held.counts, held.staged, shape.column_bytes, scratch_rows, scratch, reach=reach,
             )  # fmt: skip
             for phase in range(shape.phases):
                 yield kernels["relocate_phase"].bind(
-                    grid, threads,
+                    by_piece, threads,
                     held.places, places, number, phase, page_size, src, dst, count, capacity,
                     held.status, held.counts, held.phases, shape.column_bytes, scratch_rows,
                     scratch, reach=reach,
@@ -731,30 +732,6 @@ def _length(tensor: Tensor) -> int:
     if len(tensor.shape) != 1:
         raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants one")
     return tensor.shape[0]
-
-
-def _threads(kernel: Kernel, name: str) -> int:
-    source = kernel.source
-    return int(source.values.get(name, source.known_values()[name]))
-
-
-def _grid(
-    num_ctas: int | None,
-    device: str | None,
-    useful: int,
-    resident: int = _CTAS_PER_MULTIPROCESSOR,
-) -> int:
-    """Return the number of blocks: what the caller says, else no more than `useful` ones."""
-    if num_ctas is not None:
-        if num_ctas < 1:
-            raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
-        return num_ctas
-    if device is None or device == "cpu":
-        return min(useful, _HOST_CTAS)
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return max(1, min(useful, resident * properties.multi_processor_count))
 
 
 def _shared_bytes(device: str | None) -> int:

@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.ops.verify_plan import index_ctype, number_of
+from cuverify.launching import check_int, index_ctype, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS, MaskMode, sglang_mask_size
 
@@ -80,11 +80,11 @@ def tree_buffers(batch: int, num_tokens: int, words: int | None = None) -> dict[
     ArgumentError
         Naming the argument.
     """
-    _check_int("batch", batch, 1, MAX_BATCH, "requests")
-    _check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
+    check_int("batch", batch, 1, MAX_BATCH, "requests")
+    check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
     least = -(-num_tokens // 64)
     words = least if words is None else words
-    _check_int("words", words, least, MAX_TOKENS // 64, f"words for {num_tokens} nodes")
+    check_int("words", words, least, MAX_TOKENS // 64, f"words for {num_tokens} nodes")
     nodes = (batch, num_tokens)
     return {
         "tokens": Buffer(nodes, "int64"),
@@ -366,7 +366,7 @@ class EagleParents:
         for tensor in (selected, listed):
             if len(tensor.shape) != 2:
                 raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants two")
-        _check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
+        check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
         batch = selected.shape[0]
         _, n, _ = _held(trees, batch)
         kernel = tree_kernels()["eagle_parents"]
@@ -443,8 +443,3 @@ def _batch(tensor: Tensor) -> int:
     if len(tensor.shape) != 1 or not tensor.shape[0]:
         raise wrong(tensor, f"has shape {list(tensor.shape)}; wants one entry a request")
     return tensor.shape[0]
-
-
-def _check_int(name: str, value: object, low: int, high: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(name, value, f"wants {low} to {high} {what}")

@@ -19,16 +19,8 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.ops.verify_plan import (
-    ROW_TILE,
-    VerifyPlan,
-    capability,
-    index_ctype,
-    max_row_tiles,
-    multiprocessors,
-    number_of,
-    plan_workspace,
-)
+from cuverify.launching import capability, index_ctype, multiprocessors, number_of
+from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
 from cuverify.sources import KernelSource
 from cuverify.tuning import choice_for
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
@@ -279,7 +271,7 @@ class VerifyAttention:
             if not isinstance(combine_ctas, int) or combine_ctas < 1:
                 raise ArgumentError("combine_ctas", combine_ctas, "wants at least one block")
             return combine_ctas
-        count = multiprocessors(device or "cpu")
+        count = multiprocessors(device)
         if count is None:
             return _HOST_COMBINE_CTAS
         tiles = min(self.plan.num_ctas, max_row_tiles(self.plan.batch, self.tokens, self.heads))
@@ -378,7 +370,7 @@ def _variant(
     given: VariantName | None, device: str | None, latent: int, rope: int, sm_scale: float
 ) -> VariantName:
     if given is None:
-        architecture = capability(device or "cpu")
+        architecture = capability(device)
         return choose_variant(architecture, latent=latent, rope=rope, sm_scale=sm_scale)
     if given not in VARIANTS:
         raise ArgumentError("variant", given, f"wants one of {', '.join(VARIANTS)}")

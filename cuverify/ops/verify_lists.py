@@ -16,7 +16,7 @@ from cuverify.arguments import device_of
 from cuverify.buffers import read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.ops.verify_plan import index_ctype, multiprocessors, number_of
+from cuverify.launching import HOST_CTAS, check_int, index_ctype, multiprocessors, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS, MaskMode, sglang_mask_size
 
@@ -25,7 +25,6 @@ Drafts = Literal["none", "given", "table"]
 _DRAFTS: dict[Drafts, int] = {"none": 0, "given": 1, "table": 2}
 _MODES: dict[MaskMode, int] = {"full": 0, "query_only": 1, "bit_packed": 2}
 _CTAS_PER_MULTIPROCESSOR = 4
-_HOST_CTAS = 2
 _MAX_INT = 2**31 - 1
 _MAX_LONG = 2**62
 
@@ -97,7 +96,7 @@ class VerifyLists:
         out_cache_loc: Any = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        _check_nodes(num_tokens)
+        check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "drafts")
         if drafts not in _DRAFTS:
             raise ArgumentError("drafts", drafts, f"use one of {get_args(Drafts)}")
         listed = kv_indices is not None
@@ -221,7 +220,7 @@ class VerifyWords:
         if len(made.shape) != 2 or not made.shape[0] or made.shape[0] % batch:
             raise wrong(made, f"wants [tokens of {batch} requests, words]")
         n, words = made.shape[0] // batch, made.shape[1]
-        _check_nodes(n)
+        check_int("num_tokens", n, 1, MAX_TOKENS, "drafts")
         sglang_mask_size(mode, n, 0)
         if 64 * words < n:
             raise wrong(made, f"is too short: {words} words hold {64 * words} of {n} nodes")
@@ -260,9 +259,4 @@ def _kernels(values: tuple[tuple[str, int | str], ...]) -> dict[str, Kernel]:
 
 def _ctas(device: str) -> int:
     count = multiprocessors(device)
-    return _HOST_CTAS if count is None else _CTAS_PER_MULTIPROCESSOR * count
-
-
-def _check_nodes(n: object) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_TOKENS:
-        raise ArgumentError("num_tokens", n, f"wants 1 to {MAX_TOKENS} drafts")
+    return HOST_CTAS if count is None else _CTAS_PER_MULTIPROCESSOR * count

@@ -19,6 +19,15 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
+from cuverify.launching import (
+    HOST_CTAS,
+    capability,
+    check_int,
+    grid,
+    index_ctype,
+    multiprocessors,
+    number_of,
+)
 from cuverify.sources import KernelSource
 from cuverify.tuning import choice_for
 from cuverify.verify_variants import VARIANTS, VariantName, variant_of
@@ -32,10 +41,8 @@ MAX_TREE_TOKENS = 256
 _MAX_BATCH = 1024
 _MAX_CTAS = 2048
 _MAX_INT = 2**31 - 1
-_HOST_CTAS = 2
 _LIST_CTAS_PER_MULTIPROCESSOR = 4
 _LIST_THREADS = 256
-_CTYPES = {"int32": "int", "int64": "long long"}
 
 
 class PlanCode(enum.IntEnum):
@@ -148,9 +155,9 @@ def plan_workspace(max_batch: int, max_tokens: int, heads: int, num_ctas: int) -
     ArgumentError
         Naming the argument.
     """
-    _check_int("max_batch", max_batch, 1, _MAX_BATCH, "requests")
-    _check_int("max_tokens", max_tokens, 1, _MAX_BATCH * MAX_TREE_TOKENS, "tree tokens")
-    _check_int("num_ctas", num_ctas, 1, _MAX_CTAS, "blocks")
+    check_int("max_batch", max_batch, 1, _MAX_BATCH, "requests")
+    check_int("max_tokens", max_tokens, 1, _MAX_BATCH * MAX_TREE_TOKENS, "tree tokens")
+    check_int("num_ctas", num_ctas, 1, _MAX_CTAS, "blocks")
     if not isinstance(heads, int) or heads < 8 or heads % 8 or heads > 128:
         raise ArgumentError("heads", heads, "wants a multiple of 8, up to 128")
     return {
@@ -203,7 +210,7 @@ class PlanWorkspace:
         `num_ctas` is one block a multiprocessor if absent, and 2 on the host lane.
         """
         if num_ctas is None:
-            num_ctas = multiprocessors(tensor_of("like", like).device) or _HOST_CTAS
+            num_ctas = multiprocessors(tensor_of("like", like).device) or HOST_CTAS
         sizes = plan_workspace(max_batch, max_tokens, heads, num_ctas)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
@@ -286,7 +293,7 @@ class VerifyPlan:
         variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        _check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
+        check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
         given = {"seq_lens": seq_lens, "qo_indptr": qo_indptr}
         optional = {
             "kv_indices": kv_indices,
@@ -314,7 +321,7 @@ class VerifyPlan:
             for field in fields(workspace)
         }
         device = device_of([*inputs.values(), *held.values()])
-        variant = variant or variant_of(capability(device or "cpu"))
+        variant = variant or variant_of(capability(device))
         if variant not in VARIANTS:
             raise ArgumentError("variant", variant, f"wants one of {', '.join(VARIANTS)}")
         num_ctas = _rows(held["workspace.cta_work"])
@@ -363,8 +370,10 @@ class VerifyPlan:
         )  # fmt: skip
         self.gather = None
         if table is not None:
+            useful = -(-capacity // (8 * _LIST_THREADS))
             self.gather = gather.bind(
-                _list_grid(table.device, capacity), number_of(gather, "LIST_THREADS"),
+                grid(None, table.device, useful, _LIST_CTAS_PER_MULTIPROCESSOR),
+                number_of(gather, "LIST_THREADS"),
                 self.kv_indptr, req_pool_indices, req_to_token, table.strides[0], batch, kv_indices,
             )  # fmt: skip
 
@@ -396,44 +405,6 @@ def verify_plan_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
     return _kernels(tuple(sorted(values.items())))
 
 
-def multiprocessors(device: str) -> int | None:
-    """Return how many multiprocessors a CUDA device has; None for the CPU."""
-    if device == "cpu":
-        return None
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def capability(device: str) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None for the CPU."""
-    if device == "cpu":
-        return None
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
-    return int(major), int(minor)
-
-
-def index_ctype(tensor: Tensor) -> str:
-    """Return the C++ type of an index tensor's elements.
-
-    Raises
-    ------
-    ArgumentError
-        If they are neither int32 nor int64.
-    """
-    if tensor.dtype not in _CTYPES:
-        raise wrong(tensor, f"dtype {tensor.dtype}: indices are int32 or int64")
-    return _CTYPES[tensor.dtype]
-
-
-def number_of(kernel: Kernel, name: str) -> int:
-    """Return a `-D` value of a kernel that is a whole number."""
-    source = kernel.source
-    return int(source.values.get(name, source.known_values()[name]))
-
-
 @functools.cache
 def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
     source = KernelSource.from_package("verify_plan", values=dict(values))
@@ -459,12 +430,6 @@ def _gathers(inputs: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _list_grid(device: str, capacity: int) -> int:
-    useful = max(1, -(-capacity // (8 * _LIST_THREADS)))
-    count = multiprocessors(device)
-    return min(useful, _HOST_CTAS if count is None else _LIST_CTAS_PER_MULTIPROCESSOR * count)
-
-
 def _length(tensor: Tensor) -> int:
     if len(tensor.shape) != 1:
         raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants one")
@@ -475,8 +440,3 @@ def _rows(tensor: Tensor) -> int:
     if len(tensor.shape) != 2:
         raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants two")
     return tensor.shape[0]
-
-
-def _check_int(name: str, value: object, low: int, high: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(name, value, f"wants {low} to {high} {what}")

@@ -13,6 +13,9 @@ from typing import Any
 from cuverify.report import Coverage, Finding
 from cuverify.sglang.seen import ContractSeen, PlaySeen
 
+# causes that account for replays that raise, too
+_EXPLAIN_RAISING = frozenset({"CV303", "CV503", "CV505", "CV903"})
+
 
 def judge(seen: ContractSeen) -> list[Finding]:
     """Return every violation in a record.
@@ -292,9 +295,12 @@ def _shrunk(seen: ContractSeen) -> Iterator[Finding]:
 
 
 def _unexplained(seen: ContractSeen, causes: list[Finding]) -> Iterator[Finding]:
-    if causes:
-        return
     wrong = _wrong(seen)
+    if causes:
+        if _EXPLAIN_RAISING & {cause.rule for cause in causes}:
+            return
+        # a cause of wrong numbers is none of an exception
+        wrong = [play for play in wrong if play.fault is not None]
     for play in wrong[:1]:
         unwritten = play.mismatch is not None and 0 < play.unchanged == play.mismatch.count
         raised = play.fault is not None

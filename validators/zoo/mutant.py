@@ -26,7 +26,7 @@ class Mutant:
     shows : str
         The fault in one line.
     classes : tuple of int
-        Which of the 54 failure classes seen in the field it stands for. Empty for the rules about
+        Which of `cuverify.validators.zoo.classes.CLASSES` it stands for. Empty for the rules about
         the check itself.
     also : mapping of str to str
         Rules that may speak too, because what they report follows from the fault, with the reason.

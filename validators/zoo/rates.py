@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuverify.validators.zoo.classes import CLASSES
 from cuverify.validators.zoo.mutant import Mutant
 from cuverify.validators.zoo.registry import (
     CLASSES_NOT_SHOWN,
@@ -18,7 +19,6 @@ from cuverify.validators.zoo.registry import (
 
 from cuverify.report import Coverage, Finding, Report, Table
 
-CLASSES = 54  # failure classes of the field
 _MARK = "# fault"
 
 
@@ -174,7 +174,7 @@ def overview(mutants: Sequence[Mutant]) -> Report:
                     mutant.name,
                     mutant.rule,
                     mutant.shows,
-                    list(mutant.classes) or None,
+                    [f"{number}: {CLASSES[number]}" for number in mutant.classes] or None,
                     list(mutant.needs) or None,
                 )
                 for mutant in mutants
@@ -230,12 +230,11 @@ def report(
         result.tables.append(Table("versions", ("part", "version"), list(environment.items())))
     shown = {number for run in runs if run.faulty and run.caught for number in run.mutant.classes}
     result.coverage.append(
-        Coverage("failure classes", "inspected", f"{len(shown)} of {CLASSES} shown and caught")
+        Coverage("failure classes", "inspected", f"{len(shown)} of {len(CLASSES)} shown and caught")
     )
     for number in sorted(CLASSES_NOT_SHOWN):
-        result.coverage.append(
-            Coverage(f"failure class {number}", "not inspected", CLASSES_NOT_SHOWN[number])
-        )
+        subject = f"failure class {number}, {CLASSES[number]}"
+        result.coverage.append(Coverage(subject, "not inspected", CLASSES_NOT_SHOWN[number]))
     for rule in sorted(RULES_NOT_SHOWN):
         result.coverage.append(Coverage(f"rule {rule}", "not inspected", RULES_NOT_SHOWN[rule]))
     for name, reason in sorted((not_run or {}).items()):

@@ -1,0 +1,94 @@
+"""What the launches of ops have in common: sizes of grids, `-D` values, whole numbers in bounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cuverify.buffers import wrong
+from cuverify.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from cuverify.arguments import Tensor
+    from cuverify.kernel import Kernel
+
+HOST_CTAS = 2
+"""Blocks on the host lane, where nothing else is said."""
+
+_CTYPES = {"int32": "int", "int64": "long long"}
+
+
+def multiprocessors(device: str | None) -> int | None:
+    """Return how many multiprocessors a CUDA device has; None for the CPU."""
+    if device is None or device == "cpu":
+        return None
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def capability(device: str | None) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for the CPU."""
+    if device is None or device == "cpu":
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(major), int(minor)
+
+
+def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocessor: int) -> int:
+    """Return the number of blocks: what the caller says, else no more than `useful` ones.
+
+    Parameters
+    ----------
+    num_ctas : int or None
+        What the caller says.
+    device : str or None
+        Where the launch runs; None for the CPU.
+    useful : int
+        Blocks that have something to do.
+    per_multiprocessor : int
+        Most blocks for each multiprocessor of a GPU; on the host lane it is `HOST_CTAS` in all.
+
+    Raises
+    ------
+    ArgumentError
+        The caller says less than one.
+    """
+    if num_ctas is not None:
+        if num_ctas < 1:
+            raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
+        return num_ctas
+    count = multiprocessors(device)
+    return max(1, min(useful, HOST_CTAS if count is None else per_multiprocessor * count))
+
+
+def index_ctype(tensor: Tensor) -> str:
+    """Return the C++ type of an index tensor's elements.
+
+    Raises
+    ------
+    ArgumentError
+        If they are neither int32 nor int64.
+    """
+    if tensor.dtype not in _CTYPES:
+        raise wrong(tensor, f"dtype {tensor.dtype}: indices are int32 or int64")
+    return _CTYPES[tensor.dtype]
+
+
+def number_of(kernel: Kernel, name: str) -> int:
+    """Return a `-D` value of a kernel that is a whole number."""
+    source = kernel.source
+    return int(source.values.get(name, source.known_values()[name]))
+
+
+def check_int(name: str, value: object, low: int, high: int, what: str) -> None:
+    """Raise if a value is no int from `low` to `high`.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument and the value, and `what` is counted.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ArgumentError(name, value, f"wants {low} to {high} {what}")
