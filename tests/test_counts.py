@@ -28,7 +28,7 @@ def test_counts_are_those_of_each_property_test(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_it.py").write_text(TESTS)
     counts = tmp_path / "counts.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--counts", counts]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--counts={counts}"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     record = json.loads(counts.read_text())
     assert ended.returncode == 1, ended.stdout
