@@ -172,7 +172,9 @@ def plan_contiguous(
         done = set(src)
         path, is_cycle = next(c for c in (components[at] for at in order) if c[0][0] not in done)
         rest = path[len(path) - (most - moved) :]
-        end = _free_slot(live, into, stays, first) if is_cycle else int(into[rest[-1]])
+        left = live.copy()  # as the pool is behind the moves that are planned
+        left[src], left[dst] = False, True
+        end = _free_slot(left, into, stays, first) if is_cycle else int(into[rest[-1]])
         if end is not None:
             # the last row goes out of the way, and those in front of it follow
             src += rest
