@@ -8,6 +8,7 @@ Slot 0, or page 0, is the dummy and is never handed out.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ Slots = NDArray[np.int64]
 _NONE: Slots = np.zeros(0, np.int64)
 
 
-class _Allocator:
+class _Allocator(abc.ABC):
     """What both kinds have in common: free pages, released pages, groups, and saved states."""
 
     def __init__(self, pages: int, page_size: int, need_sort: bool) -> None:
@@ -70,9 +71,9 @@ class _Allocator:
         self.free_pages = np.sort(np.concatenate([self.free_pages, self.release_pages]))
         self.release_pages = _NONE
 
+    @abc.abstractmethod
     def free(self, slots: ArrayLike) -> None:
         """Give slots back."""
-        raise NotImplementedError
 
     def _make_room(self, pages: int) -> bool:
         """Return whether so many pages are ready, after a sort where that helps."""

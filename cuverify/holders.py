@@ -10,6 +10,7 @@ rewritten twice.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ Pins = Mapping[str, Slots]
 _NONE: Slots = np.zeros(0, np.int64)
 
 
-class Holder:
+class Holder(abc.ABC):
     """Something that holds slot ids, rows by slot, or addresses.
 
     Attributes
@@ -44,6 +45,7 @@ class Holder:
         """Return why a plan cannot be followed, if it cannot; pins are looked at already."""
         return None
 
+    @abc.abstractmethod
     def rewrite(self, where: Slots) -> None:
         """Follow: the row of slot s now lies in slot ``where[s]``. All or nothing.
 
@@ -52,7 +54,6 @@ class Holder:
         RelocationRefused
             What is held does not fit a pool of ``len(where)`` slots.
         """
-        raise NotImplementedError
 
 
 class TableHolder(Holder):
