@@ -319,7 +319,7 @@ def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[st
 
 
 @gpu
-@examples(60)
+@examples(25)  # as for the portable text
 @given(
     batch=verify_batches(
         max_requests=6, max_seq_len=2000, max_tree_tokens=140, widths=((512, 64),)
