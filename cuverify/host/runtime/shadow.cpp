@@ -480,6 +480,11 @@ void forget_shared_regions() {
     cells_of_block.clear();
 }
 
+static Operation operation_of(unsigned access) {
+    if (access & access_atomic) return Operation::atomic;
+    return access & access_write ? Operation::store : Operation::load;
+}
+
 __attribute__((noinline)) static void check_memory(const char* address, size_t bytes,
                                                    unsigned access, const Place& place) {
     if (address >= __ehdr_start && address < _end) return;  // constants of the kernel's own library
@@ -493,6 +498,8 @@ __attribute__((noinline)) static void check_memory(const char* address, size_t b
         refuse(region, address, bytes, write, place);
     judge(*region, address, bytes, access, place);
     if (access & access_atomic) note_atomic(address);
+    if (counting && !(access & access_uncounted))
+        count_access(address, bytes, operation_of(access), region->shared, place);
 }
 
 // Most accesses are to a thread's own stack and end here.

@@ -113,7 +113,12 @@ void maybe_preempt();  // random schedule: another thread may run before this ac
 bool on_a_fiber_stack(const void* address);
 
 // ---- checker (shadow.cpp) -----------------------------------------------------------------------
-enum Access : unsigned { access_read = 0, access_write = 1, access_atomic = 2 };
+enum Access : unsigned {
+    access_read = 0,
+    access_write = 1,
+    access_atomic = 2,
+    access_uncounted = 4,  // counted elsewhere
+};
 extern bool checking;
 void check_access(const void* address, size_t bytes, unsigned access, const Place& place);
 void checker_start_launch();
@@ -130,6 +135,36 @@ void set_access_limit(uint64_t limit);
 void misaligned_access(const void* address, size_t alignment, Place place);
 void mark_pending(void* destination, size_t bytes);
 void mark_written(void* destination, size_t bytes);
+
+// ---- counts (counts.cpp) ------------------------------------------------------------------------
+enum class Operation : unsigned { load, store, atomic, async_copy };
+struct Counts {
+    uint64_t requests, bytes, sectors, ideal_sectors, wavefronts, ideal_wavefronts;
+};
+struct CountedSite {  // accesses of one kind from one place
+    Place place;
+    Operation operation;
+    bool shared;
+    unsigned width;  // bytes
+    Counts counts;
+};
+// It as Python reads it.
+struct CountView {
+    PlaceView place;
+    uint32_t operation, shared;
+    Counts counts;
+};
+extern bool counting;
+extern std::vector<CountedSite> counted_sites;
+// Count anew from now on. Code from `starts[i]` on, as addresses relative to the library's start, is of
+// statement `statements[i]`; 0: of one whose accesses stand each for themselves.
+void start_counting(const uint64_t* starts, const uint32_t* statements, size_t count);
+void count_access(const void* address, size_t bytes, Operation operation, bool shared,
+                  const Place& place);
+// cp.async, which moves `bytes` in one request; `from` is null where nothing is read.
+void count_async(const void* to, const void* from, size_t bytes, Site site);
+void lanes_meet(unsigned warp);
+void all_lanes_meet();
 
 // ---- shared memory (arena.cpp) --------------------------------------------------------------------
 void arena_start_launch(size_t dynamic_bytes);

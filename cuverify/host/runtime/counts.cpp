@@ -1,0 +1,235 @@
+// What a launch asks of memory: 32-byte sectors of global requests, wavefronts of shared ones.
+//
+// The lanes of a warp do not run in lockstep here, so what one instruction of a warp does is put
+// together afterwards: the n-th execution of a place by each lane, counted since all lanes of the warp
+// last met (at a barrier, or at a collective that names them all), is one request. Where lanes run a
+// loop different numbers of times that is what hardware does, too, as long as those that leave it early
+// do not come back before the lanes meet.
+//
+// A copy of a struct that the compiler took to pieces (a float2 into two floats) is put together again:
+// neighbouring accesses that a lane makes one after another, from one statement and column but different
+// places in the code, are the one access of 8 or 16 bytes that its type asks for.
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <tuple>
+
+#include "state.h"
+
+namespace cuverify_host {
+
+bool counting;
+std::vector<CountedSite> counted_sites;
+
+namespace {
+
+constexpr unsigned banks = 32, bank_bytes = 4, sector_bytes = 32, widest = 16;
+constexpr unsigned max_warps = max_threads / warp_size;
+constexpr uintptr_t no_access = 0;  // of a lane that took part and moved nothing
+
+// An access whose neighbours may follow.
+struct Part {
+    uintptr_t address;
+    unsigned site, width;
+    uint64_t pc;
+};
+struct OpenCopy {
+    Part parts[widest];
+    unsigned count, bytes;
+    uintptr_t begin;
+    uint32_t statement;  // 0: there is none
+    Operation operation;
+    bool shared;
+};
+
+// The addresses that the lanes of a warp used at one place since they last met, in order.
+struct Series {
+    std::vector<uintptr_t> of_lane[warp_size];
+    bool used;
+};
+struct Warp {
+    std::vector<Series> series;  // by site
+    std::vector<unsigned> used;  // sites
+};
+
+using SiteKey = std::tuple<const char*, int, uint64_t, Operation, bool, unsigned>;
+std::map<SiteKey, unsigned> numbers;
+std::vector<uint64_t> statement_starts;  // of code, and the statement that each belongs to
+std::vector<uint32_t> statements;
+OpenCopy open_copies[max_threads];
+Warp counted_warps[max_warps];
+
+unsigned site_number(const Place& place, Operation operation, bool shared, unsigned width) {
+    SiteKey key{place.file, place.line, place.pc, operation, shared, width};
+    auto [found, fresh] = numbers.insert({key, static_cast<unsigned>(counted_sites.size())});
+    if (fresh) counted_sites.push_back({place, operation, shared, width, {}});
+    return found->second;
+}
+
+uint32_t statement_of(const Place& place) {
+    if (place.file) return 0;  // a wrapper's, which tells its width itself
+    auto after = std::upper_bound(statement_starts.begin(), statement_starts.end(), place.pc);
+    if (after == statement_starts.begin()) return 0;
+    return statements[static_cast<size_t>(after - statement_starts.begin()) - 1];
+}
+
+void append(unsigned thread, unsigned site, uintptr_t address) {
+    Warp& warp = counted_warps[thread / warp_size];
+    if (warp.series.size() <= site) warp.series.resize(site + 1);
+    Series& series = warp.series[site];
+    if (!series.used) warp.used.push_back(site);
+    series.used = true;
+    series.of_lane[thread % warp_size].push_back(address);
+}
+
+void close_copy(unsigned thread) {
+    OpenCopy& copy = open_copies[thread];
+    bool whole = copy.count > 1 && (copy.bytes == 8 || copy.bytes == 16) &&
+                 copy.begin % copy.bytes == 0;
+    if (whole) {
+        const Place& place = counted_sites[copy.parts[0].site].place;
+        append(thread, site_number(place, copy.operation, copy.shared, copy.bytes), copy.begin);
+    } else {
+        for (unsigned i = 0; i < copy.count; ++i)
+            append(thread, copy.parts[i].site, copy.parts[i].address);
+    }
+    copy.count = copy.bytes = 0;
+}
+
+bool continues(const OpenCopy& copy, const Part& part, uint32_t statement, Operation operation,
+               bool shared) {
+    if (!copy.count || !statement || statement != copy.statement || operation != copy.operation ||
+        shared != copy.shared || copy.bytes + part.width > widest)
+        return false;
+    if (part.address != copy.begin + copy.bytes && part.address + part.width != copy.begin)
+        return false;
+    return std::none_of(copy.parts, copy.parts + copy.count,
+                        [&](const Part& other) { return other.pc == part.pc; });
+}
+
+// Distinct values among the first `count`, which it sorts.
+unsigned distinct(uintptr_t* values, unsigned count) {
+    std::sort(values, values + count);
+    return static_cast<unsigned>(std::unique(values, values + count) - values);
+}
+
+// Wavefronts of one phase: how many words the busiest bank gives or takes. Lanes that want the same
+// word are served at once, atomics one after another.
+unsigned wavefronts(const uintptr_t* addresses, unsigned count, unsigned width, bool atomic) {
+    uintptr_t words[banks * widest / bank_bytes];
+    unsigned used = 0, of_bank[banks] = {};
+    for (unsigned i = 0; i < count; ++i)
+        for (unsigned byte = 0; byte < width; byte += bank_bytes)
+            words[used++] = (addresses[i] + byte) / bank_bytes;
+    if (!atomic) used = distinct(words, used);
+    for (unsigned i = 0; i < used; ++i) ++of_bank[words[i] % banks];
+    return *std::max_element(of_bank, of_bank + banks);
+}
+
+void tally(CountedSite& site, const uintptr_t (&addresses)[warp_size]) {
+    uintptr_t active[warp_size], sectors[warp_size];
+    unsigned lanes = 0;
+    for (uintptr_t address : addresses)
+        if (address != no_access) active[lanes++] = address;
+    if (!lanes) return;
+    Counts& counts = site.counts;
+    ++counts.requests;
+    counts.bytes += lanes * site.width;
+    if (!site.shared) {
+        for (unsigned i = 0; i < lanes; ++i) sectors[i] = active[i] / sector_bytes;
+        counts.sectors += distinct(sectors, lanes);
+        counts.ideal_sectors +=
+            (distinct(active, lanes) * site.width + sector_bytes - 1) / sector_bytes;
+        return;
+    }
+    // 32 banks of 4 bytes serve 128 bytes at once: a half warp of 8 bytes each, a quarter of 16.
+    unsigned together = warp_size * bank_bytes / std::max(site.width, bank_bytes);
+    for (unsigned first = 0; first < warp_size; first += together) {
+        unsigned present = 0;
+        for (unsigned lane = first; lane < first + together; ++lane)
+            if (addresses[lane] != no_access) active[present++] = addresses[lane];
+        if (!present) continue;
+        counts.wavefronts +=
+            wavefronts(active, present, site.width, site.operation == Operation::atomic);
+        ++counts.ideal_wavefronts;
+    }
+}
+
+void count_part(const Place& place, uintptr_t address, unsigned width, Operation operation,
+                 bool shared) {
+    uint32_t statement = statement_of(place);
+    Part part{address, site_number(place, operation, shared, width), width, place.pc};
+    OpenCopy& copy = open_copies[self->index];
+    if (!continues(copy, part, statement, operation, shared)) {
+        close_copy(self->index);
+        copy.begin = address;
+        copy.statement = statement;
+        copy.operation = operation;
+        copy.shared = shared;
+    }
+    copy.begin = std::min(copy.begin, address);
+    copy.parts[copy.count++] = part;
+    copy.bytes += width;
+}
+
+}  // namespace
+
+void count_access(const void* pointer, size_t bytes, Operation operation, bool shared,
+                  const Place& place) {
+    auto address = reinterpret_cast<uintptr_t>(pointer);
+    for (uintptr_t end = address + bytes; address < end;) {
+        // A block copy is made of accesses as wide as address and length allow.
+        auto left = static_cast<uintptr_t>(end - address);
+        auto width = std::min<uintptr_t>(widest, address & (0 - address));
+        while (width > left) width /= 2;
+        count_part(place, address, static_cast<unsigned>(width), operation, shared);
+        address += width;
+    }
+}
+
+void count_async(const void* to, const void* from, size_t bytes, Site site) {
+    close_copy(self->index);
+    Place place = place_of(site);
+    auto width = static_cast<unsigned>(bytes);
+    append(self->index, site_number(place, Operation::async_copy, false, width),
+           reinterpret_cast<uintptr_t>(from));
+    append(self->index, site_number(place, Operation::async_copy, true, width),
+           reinterpret_cast<uintptr_t>(to));
+}
+
+void lanes_meet(unsigned warp_number) {
+    for (unsigned lane = 0; lane < warp_size; ++lane) close_copy(warp_number * warp_size + lane);
+    Warp& warp = counted_warps[warp_number];
+    for (unsigned number : warp.used) {
+        Series& series = warp.series[number];
+        size_t times = 0;
+        for (const auto& one : series.of_lane) times = std::max(times, one.size());
+        for (size_t n = 0; n < times; ++n) {
+            uintptr_t addresses[warp_size];
+            for (unsigned lane = 0; lane < warp_size; ++lane) {
+                const auto& one = series.of_lane[lane];
+                addresses[lane] = n < one.size() ? one[n] : no_access;
+            }
+            tally(counted_sites[number], addresses);
+        }
+        for (auto& one : series.of_lane) one.clear();
+        series.used = false;
+    }
+    warp.used.clear();
+}
+
+void all_lanes_meet() {
+    for (unsigned warp = 0; warp * warp_size < block.threads; ++warp) lanes_meet(warp);
+}
+
+void start_counting(const uint64_t* starts, const uint32_t* numbers_of_statements, size_t count) {
+    counting = true;
+    numbers.clear();
+    counted_sites.clear();
+    statement_starts.assign(starts, starts + count);
+    statements.assign(numbers_of_statements, numbers_of_statements + count);
+    for (Warp& warp : counted_warps) warp = {};
+    for (OpenCopy& copy : open_copies) copy.count = copy.bytes = 0;
+}
+
+}  // namespace cuverify_host
