@@ -51,6 +51,7 @@ _SUBMODULES = frozenset(
         "compile",
         "conformance",
         "contract",
+        "counting",
         "datasets",
         "device",
         "diagnostics",

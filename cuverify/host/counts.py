@@ -16,6 +16,8 @@ Memory = Literal["global", "shared"]
 Operation = Literal["load", "store", "atomic", "async copy"]
 
 OPERATIONS: tuple[Operation, ...] = ("load", "store", "atomic", "async copy")
+_COLUMNS = ("place", "access", "requests", "sectors", "ideal", "wavefronts", "conflicts", "text")
+_TEXT_WIDTH = 26
 
 
 class CountView(ctypes.Structure):
@@ -160,27 +162,26 @@ class MemoryCounts:
         )
         return sum(chosen, Traffic())
 
-    def table(self, most: int | None = None) -> Table:
-        """Return the lines as a table, those that waste most first.
+    def tables(self, most: int | None = None) -> list[Table]:
+        """Return a table for each kernel, its most wasteful lines first.
 
         Parameters
         ----------
         most : int, optional
-            Rows at most; all by default.
+            Rows of a table at most; all by default.
         """
         from cuverify.report import Table
 
-        return Table(
-            "Memory requests",
-            ("kernel", "place", "memory", "operation", "requests", "sectors", "ideal sectors",
-             "wavefronts", "bank conflicts", "text"),
-            [_row(one) for one in self.lines[:most]],
-        )  # fmt: skip
+        lines = self.lines
+        return [
+            Table(kernel, _COLUMNS, [_row(one) for one in lines if one.kernel == kernel][:most])
+            for kernel in dict.fromkeys(one.kernel for one in lines)
+        ]
 
     def __str__(self) -> str:
         from cuverify.report import Report
 
-        return Report(f"{self.launches} counted launches", tables=[self.table()]).to_text()
+        return Report(f"memory requests of {self.launches} launches", tables=self.tables()).to_text()
 
     def add(
         self,
@@ -202,14 +203,12 @@ class MemoryCounts:
 def _row(one: LineCount) -> list[str | int | None]:
     traffic, is_global = one.traffic, one.memory == "global"
     return [
-        one.kernel,
         f"{one.file.rpartition('/')[2]}:{one.line}",
-        one.memory,
-        one.operation,
+        f"{one.memory} {one.operation}",
         traffic.requests,
         traffic.sectors if is_global else None,
         traffic.ideal_sectors if is_global else None,
         None if is_global else traffic.wavefronts,
         None if is_global else traffic.conflicts,
-        one.text,
+        one.text if len(one.text) <= _TEXT_WIDTH else f"{one.text[: _TEXT_WIDTH - 3]}...",
     ]

@@ -66,6 +66,7 @@ class _Library:
         ]
         self.api.cuverify_add_region.argtypes = [
             ctypes.c_void_p,
+            ctypes.c_void_p,
             ctypes.c_uint64,
             ctypes.c_uint64,
             ctypes.c_uint64,
@@ -236,6 +237,7 @@ class _HostLaunch:
         for region in regions_of(self._launch):
             library.api.cuverify_add_region(
                 region.base,
+                region.allocation,
                 region.bytes,
                 region.period,
                 region.used,

@@ -13,6 +13,19 @@ struct dim3 {
 };
 
 #define CUVERIFY_NO_CHECK __attribute__((no_sanitize("thread"), no_sanitize("undefined")))
+// Of a function that tells the checker of its accesses itself: a checked caller must not see them.
+#if defined(__has_feature)
+#define CUVERIFY_CHECKED_BUILD __has_feature(thread_sanitizer)
+#elif defined(__SANITIZE_THREAD__)
+#define CUVERIFY_CHECKED_BUILD 1
+#else
+#define CUVERIFY_CHECKED_BUILD 0
+#endif
+#if CUVERIFY_CHECKED_BUILD
+#define CUVERIFY_APART __attribute__((noinline)) CUVERIFY_NO_CHECK
+#else
+#define CUVERIFY_APART
+#endif
 
 namespace cuverify_host {
 

@@ -54,23 +54,40 @@ struct Warp {
 
 using SiteKey = std::tuple<const char*, int, uint64_t, Operation, bool, unsigned>;
 std::map<SiteKey, unsigned> numbers;
+constexpr unsigned recent_places = 1024;
+unsigned recent_sites[recent_places];  // the last one that was looked up for places of a kind
+std::vector<uint32_t> site_statements;  // by site
 std::vector<uint64_t> statement_starts;  // of code, and the statement that each belongs to
 std::vector<uint32_t> statements;
 OpenCopy open_copies[max_threads];
 Warp counted_warps[max_warps];
-
-unsigned site_number(const Place& place, Operation operation, bool shared, unsigned width) {
-    SiteKey key{place.file, place.line, place.pc, operation, shared, width};
-    auto [found, fresh] = numbers.insert({key, static_cast<unsigned>(counted_sites.size())});
-    if (fresh) counted_sites.push_back({place, operation, shared, width, {}});
-    return found->second;
-}
 
 uint32_t statement_of(const Place& place) {
     if (place.file) return 0;  // a wrapper's, which tells its width itself
     auto after = std::upper_bound(statement_starts.begin(), statement_starts.end(), place.pc);
     if (after == statement_starts.begin()) return 0;
     return statements[static_cast<size_t>(after - statement_starts.begin()) - 1];
+}
+
+bool is_site(const CountedSite& site, const Place& place, Operation operation, bool shared,
+             unsigned width) {
+    return site.place.pc == place.pc && site.place.line == place.line &&
+           site.place.file == place.file && site.operation == operation && site.shared == shared &&
+           site.width == width;
+}
+
+unsigned site_number(const Place& place, Operation operation, bool shared, unsigned width) {
+    unsigned& guess = recent_sites[(place.pc + static_cast<unsigned>(place.line)) % recent_places];
+    if (guess < counted_sites.size() &&
+        is_site(counted_sites[guess], place, operation, shared, width))
+        return guess;
+    SiteKey key{place.file, place.line, place.pc, operation, shared, width};
+    auto [found, fresh] = numbers.insert({key, static_cast<unsigned>(counted_sites.size())});
+    if (fresh) {
+        counted_sites.push_back({place, operation, shared, width, {}});
+        site_statements.push_back(statement_of(place));
+    }
+    return guess = found->second;
 }
 
 void append(unsigned thread, unsigned site, uintptr_t address) {
@@ -157,8 +174,8 @@ void tally(CountedSite& site, const uintptr_t (&addresses)[warp_size]) {
 
 void count_part(const Place& place, uintptr_t address, unsigned width, Operation operation,
                  bool shared) {
-    uint32_t statement = statement_of(place);
     Part part{address, site_number(place, operation, shared, width), width, place.pc};
+    uint32_t statement = site_statements[part.site];
     OpenCopy& copy = open_copies[self->index];
     if (!continues(copy, part, statement, operation, shared)) {
         close_copy(self->index);
@@ -174,27 +191,21 @@ void count_part(const Place& place, uintptr_t address, unsigned width, Operation
 
 }  // namespace
 
-void count_access(const void* pointer, size_t bytes, Operation operation, bool shared,
+void count_access(uintptr_t address, size_t bytes, Operation operation, bool shared,
                   const Place& place) {
-    auto address = reinterpret_cast<uintptr_t>(pointer);
-    for (uintptr_t end = address + bytes; address < end;) {
-        // A block copy is made of accesses as wide as address and length allow.
-        auto left = static_cast<uintptr_t>(end - address);
-        auto width = std::min<uintptr_t>(widest, address & (0 - address));
-        while (width > left) width /= 2;
-        count_part(place, address, static_cast<unsigned>(width), operation, shared);
-        address += width;
-    }
+    // A block is copied by accesses as wide as its length and address allow.
+    size_t width = std::min<size_t>(widest, bytes & (0 - bytes));
+    while (address % width) width /= 2;
+    for (size_t at = 0; at < bytes; at += width)
+        count_part(place, address + at, static_cast<unsigned>(width), operation, shared);
 }
 
-void count_async(const void* to, const void* from, size_t bytes, Site site) {
+void count_async(uintptr_t to, uintptr_t from, size_t bytes, Site site) {
     close_copy(self->index);
     Place place = place_of(site);
     auto width = static_cast<unsigned>(bytes);
-    append(self->index, site_number(place, Operation::async_copy, false, width),
-           reinterpret_cast<uintptr_t>(from));
-    append(self->index, site_number(place, Operation::async_copy, true, width),
-           reinterpret_cast<uintptr_t>(to));
+    append(self->index, site_number(place, Operation::async_copy, false, width), from);
+    append(self->index, site_number(place, Operation::async_copy, true, width), to);
 }
 
 void lanes_meet(unsigned warp_number) {
@@ -226,6 +237,7 @@ void start_counting(const uint64_t* starts, const uint32_t* numbers_of_statement
     counting = true;
     numbers.clear();
     counted_sites.clear();
+    site_statements.clear();
     statement_starts.assign(starts, starts + count);
     statements.assign(numbers_of_statements, numbers_of_statements + count);
     for (Warp& warp : counted_warps) warp = {};

@@ -60,7 +60,9 @@ void async_copy(void* destination, const void* source, int bytes, int source_byt
         misaligned_access(reinterpret_cast<uintptr_t>(destination) % width ? destination : source,
                           width, place_of(site));
     judge_copy(destination, width, source, static_cast<size_t>(source_bytes), site);
-    if (counting) count_async(destination, source_bytes ? source : nullptr, width, site);
+    if (counting)
+        count_async(as_on_a_device(destination), source_bytes ? as_on_a_device(source) : 0, width,
+                    site);
     memset(destination, 0xff, width);  // what a reader that does not wait would see
     if (checking) mark_pending(destination, width);
     self->async_open.push_back({destination, source, bytes, source_bytes, site});

@@ -127,8 +127,11 @@ void checker_barrier();
 void checker_sync_warp(unsigned warp, unsigned lanes);
 void checker_end_launch();
 enum class Contents : unsigned char { uninitialised, initialised };
-void add_region(void* base, size_t bytes, size_t period, size_t used, Contents contents,
-                bool writable, bool shared, const char* name);
+// `allocation` is where the memory that holds the region begins.
+void add_region(void* base, const void* allocation, size_t bytes, size_t period, size_t used,
+                Contents contents, bool writable, bool shared, const char* name);
+// The address if allocations began at multiples of 256, as they do on a device.
+uintptr_t as_on_a_device(const void* address);
 void forget_shared_regions();
 void forget_all_regions();
 void set_access_limit(uint64_t limit);
@@ -159,10 +162,11 @@ extern std::vector<CountedSite> counted_sites;
 // Count anew from now on. Code from `starts[i]` on, as addresses relative to the library's start, is of
 // statement `statements[i]`; 0: of one whose accesses stand each for themselves.
 void start_counting(const uint64_t* starts, const uint32_t* statements, size_t count);
-void count_access(const void* address, size_t bytes, Operation operation, bool shared,
+// Addresses are those of `as_on_a_device`.
+void count_access(uintptr_t address, size_t bytes, Operation operation, bool shared,
                   const Place& place);
-// cp.async, which moves `bytes` in one request; `from` is null where nothing is read.
-void count_async(const void* to, const void* from, size_t bytes, Site site);
+// cp.async, which moves `bytes` in one request; `from` is 0 where nothing is read.
+void count_async(uintptr_t to, uintptr_t from, size_t bytes, Site site);
 void lanes_meet(unsigned warp);
 void all_lanes_meet();
 
