@@ -275,9 +275,9 @@ def count(
 ) -> int:
     """Count what the kernels of CASE ask of memory, line by line, without a GPU.
 
-    All batches of the case run on the host lane under the checkers. For each line: requests, 32-byte
-    sectors of global memory and how many would do, passes through shared memory and bank conflicts;
-    lines that waste most first. cuverify.counted does it for launches of your own.
+    All batches of the case run on the host lane under the checkers. For each line: requests,
+    32-byte sectors of global memory and how many would do, passes through shared memory and bank
+    conflicts; lines that waste most first. cuverify.counted does it for launches of your own.
     """
     from cuverify.counting import count_case
 

@@ -55,13 +55,13 @@ GLOBAL = [  # kernel, threads, n, operation: requests, bytes, sectors, ideal
     ("shifted", 32, 8, "load", (1, 128, 4, 4)),
     ("predicated", 32, 3, "load", (3, 192, 12, 6)),
     ("alternating", 32, 4, "load", (4, 256, 16, 8)),
-    ("pairs", 32, 1, "load", (1, 256, 8, 8)),  # 8 bytes, which the compiler loads as two floats
-    ("quads", 32, 1, "load", (1, 512, 16, 16)),
-    ("quads", 32, 1, "store", (1, 512, 16, 16)),
-    ("async_rows", 32, 32, "async copy", (1, 512, 16, 16)),
-    ("async_rows", 32, 13, "async copy", (1, 208, 7, 7)),  # the rest becomes zeros, unread
+    ("pairs", 32, 0, "load", (1, 256, 8, 8)),  # 8 bytes, which the compiler loads as two floats
+    ("quads", 32, 0, "load", (1, 512, 16, 16)),
+    ("quads", 32, 0, "store", (1, 512, 16, 16)),
+    ("async_rows", 32, 32, "async copy", (1, 512, 32, 16)),  # a row's halves part
+    ("async_rows", 32, 13, "async copy", (1, 208, 13, 7)),  # the rest becomes zeros, unread
     ("async_rows", 32, 0, "async copy", (0, 0, 0, 0)),
-    ("global_atomics", 32, 0, "atomic", (1, 128, 1, 1)),
+    ("global_atomics", 32, 0, "atomic", (1, 128, 32, 1)),  # one after another
     ("global_atomics", 32, 1, "atomic", (1, 128, 4, 4)),
 ]
 
@@ -82,15 +82,22 @@ SHARED = [  # kernel, n, PITCH, operation: requests, wavefronts, conflicts
     ("column", 5, 33, "load", (1, 1, 0)),
     ("column", 5, 34, "load", (1, 2, 1)),
     ("broadcast", 3, 32, "load", (1, 1, 0)),
-    ("pairs", 1, 32, "load", (1, 2, 0)),  # a half warp at once
-    ("quads", 1, 32, "load", (1, 4, 0)),  # a quarter
+    ("pairs", 5 + 8 * 5, 32, "load", (1, 2, 0)),  # a half warp at once
+    ("pairs", 4 + 8 * 4, 32, "load", (1, 2, 0)),  # also if the halves want the same
+    ("pairs", 0, 32, "load", (1, 1, 0)),  # all at once if neighbours want the same
+    ("pairs", 1 + 8 * 1, 32, "load", (1, 1, 0)),
+    ("pairs", 2 + 8 * 2, 32, "load", (1, 2, 0)),
+    ("pairs", 6 + 8 * 6, 32, "load", (1, 1, 0)),
+    ("quads", 5 + 8 * 5, 32, "load", (1, 4, 0)),  # a quarter
+    ("quads", 0, 32, "load", (1, 2, 0)),
+    ("quads", 6 + 8 * 6, 32, "load", (1, 2, 0)),
     ("quad_rows", 0, 32, "load", (1, 32, 28)),
     ("quad_rows", 0, 36, "load", (1, 4, 0)),
     ("quad_rows", 0, 40, "load", (1, 8, 4)),
-    ("matrices", 0, 32, "load", (1, 32, 28)),
-    ("matrices", 7, 32, "load", (1, 4, 0)),  # swizzled
-    ("matrices", 0, 36, "load", (1, 4, 0)),  # padded
-    ("async_rows", 32, 32, "async copy", (1, 32, 28)),
+    ("matrices", 0, 32, "matrix load", (1, 32, 28)),
+    ("matrices", 7, 32, "matrix load", (1, 4, 0)),  # swizzled
+    ("matrices", 0, 36, "matrix load", (1, 4, 0)),  # padded
+    ("async_rows", 32, 32, "async copy", (1, 4, 0)),  # which meets no conflicts
     ("async_rows", 32, 36, "async copy", (1, 4, 0)),
     ("async_rows", 0, 36, "async copy", (1, 4, 0)),  # zeros are written, too
     ("shared_atomics", 0, 32, "atomic", (1, 32, 31)),  # one after another
@@ -128,9 +135,9 @@ def test_the_order_of_lanes_does_not_matter() -> None:
 
 
 def kernel(body: str) -> cuverify.Kernel:
-    """Return a kernel `k` of `out`, `x` and `n`; its body is line 8 of the text."""
+    """Return a kernel `k` of `out`, `x` and `n`; its body is line 9 of the text."""
     return cuverify.load_kernel(
-        '#include "shared.cuh"\n#include "vector.cuh"\n// @kernel k\n'
+        '#include "shared.cuh"\n#include "vector.cuh"\n#include "ptx.cuh"\n// @kernel k\n'
         "// @param out write fp32 [*]\n// @param x read fp32 [*]\n// @param n value int32\n"
         'extern "C" __global__ void k(float* out, const float* x, int n) {\n'
         f"{body}\n}}\n"
@@ -221,6 +228,18 @@ def test_loops_of_different_lengths_are_counted_turn_by_turn() -> None:
     assert (found.requests, found.bytes) == (31, 4 * sum(range(32)))
 
 
+def test_copies_in_flight_keep_the_turns_of_a_loop_apart() -> None:
+    """Lanes of one half do one copy more in each turn; a commit ends the turn, no lane waits."""
+    body = ("SHARED_ARRAY(float, tile, [2048]); int t = threadIdx.x; "
+            "for (int turn = 0; turn < 4; ++turn) {"
+            "for (int i = t; i < 48; i += 32) "
+            "ptx::cp_async16(tile + (turn * 48 + i) * 4, x + (turn * 48 + i) * 4); "
+            "ptx::cp_async_commit(); } ptx::cp_async_wait<0>(); __syncthreads(); out[t] = tile[t];"
+            )  # fmt: skip
+    copied = count(body).total("global", "async copy")
+    assert (copied.requests, copied.sectors, copied.excess_sectors) == (8, 96, 0)
+
+
 def test_a_launch_with_faults_is_not_counted() -> None:
     with cuverify.counted() as counts, pytest.raises(CheckerError, match="out-of-bounds"):
         kernel("out[threadIdx.x] = x[n + threadIdx.x];")(
@@ -257,4 +276,4 @@ def test_the_worst_line_comes_first_with_its_text() -> None:
 def test_a_function_of_the_shim_counts_on_the_kernels_line() -> None:
     counts = count("int t = threadIdx.x;\nout[t] =\n__ldg(x + t);")
     (load,) = (one for one in counts.lines if one.operation == "load")
-    assert (load.file, load.line, load.text) == ("<string>", 10, "__ldg(x + t);")
+    assert (load.file, load.line, load.text) == ("<string>", 11, "__ldg(x + t);")

@@ -1,4 +1,4 @@
-"""What kernels ask of memory, line by line: sectors, wavefronts and bank conflicts, without a GPU."""
+"""What kernels ask of memory, line by line: sectors, wavefronts, bank conflicts; without a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from cuverify.report import Table
 
 Memory = Literal["global", "shared"]
-Operation = Literal["load", "store", "atomic", "async copy"]
+Operation = Literal["load", "store", "atomic", "async copy", "matrix load"]
 
-OPERATIONS: tuple[Operation, ...] = ("load", "store", "atomic", "async copy")
+OPERATIONS: tuple[Operation, ...] = ("load", "store", "atomic", "async copy", "matrix load")
 _COLUMNS = ("place", "access", "requests", "sectors", "ideal", "wavefronts", "conflicts", "text")
 _TEXT_WIDTH = 26
 
@@ -88,7 +88,7 @@ class LineCount:
     file, line : str, int
         As in the kernel's own file.
     memory : {"global", "shared"}
-    operation : {"load", "store", "atomic", "async copy"}
+    operation : {"load", "store", "atomic", "async copy", "matrix load"}
         A cp.async counts once in global and once in shared memory.
     traffic : Traffic
     text : str
@@ -148,7 +148,7 @@ class MemoryCounts:
         Parameters
         ----------
         memory : {"global", "shared"}
-        operation : {"load", "store", "atomic", "async copy"}, optional
+        operation : {"load", "store", "atomic", "async copy", "matrix load"}, optional
         kernel : str, optional
         line : int, optional
         """
@@ -181,7 +181,9 @@ class MemoryCounts:
     def __str__(self) -> str:
         from cuverify.report import Report
 
-        return Report(f"memory requests of {self.launches} launches", tables=self.tables()).to_text()
+        return Report(
+            f"memory requests of {self.launches} launches", tables=self.tables()
+        ).to_text()
 
     def add(
         self,

@@ -9,6 +9,13 @@
 
 namespace {
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+// The lane's number without its bit `bit`, so that lanes want the same in pairs; 5: the number itself,
+// 6: 0. Of n, `bit` is n % 8 for the lower half warp and n / 8 for the upper.
+__device__ __forceinline__ int paired(int n) {
+    const int bit = lane() < 16 ? n % 8 : n / 8;
+    return bit == 6 ? 0 : lane() >> (bit + 1) << bit | (lane() & ((1 << bit) - 1));
+}
 }  // namespace
 
 // @kernel coalesced
@@ -104,10 +111,11 @@ extern "C" __global__ void pairs(float* out, const float* x, int n) {
     SHARED_ARRAY(float2, tile, [32]);
     tile[lane()] = reinterpret_cast<const float2*>(x)[lane()];  // [fill]
     __syncthreads();
-    const float2 pair = tile[lane() / n];  // [row]
+    const float2 pair = tile[paired(n)];  // [row]
     out[lane()] = pair.x + pair.y;
 }
 
+// As above, 16 bytes each.
 // @kernel quads
 // @param out write  fp32  [*]
 // @param x   read   fp32  [*]
@@ -116,7 +124,7 @@ extern "C" __global__ void quads(float* out, const float* x, int n) {
     SHARED_ARRAY(uint4, tile, [32]);
     store128(tile + lane(), load128(x + lane() * 4));  // [fill]
     __syncthreads();
-    store128(out + lane() * 4, load128(tile + lane() / n));  // [row]
+    store128(out + lane() * 4, load128(tile + paired(n)));  // [row]
 }
 
 // Rows of 16 bytes, PITCH floats apart.

@@ -76,6 +76,7 @@ void collective(unsigned mask, Collective kind, void* slot, Combine combine, Sit
 
 // Memory accesses made by emulated instructions, judged as one access of the whole width.
 void read_access(const void* address, size_t bytes, Site site);
+void read_matrix_row(const void* address, size_t bytes, Site site);
 void write_access(void* address, size_t bytes, Site site);
 void atomic_access(void* address, size_t bytes, Site site);
 void thread_fence();

@@ -56,8 +56,8 @@ void cuverify_count(uint32_t index, CountView* to) {
 
 void cuverify_forget_regions() { forget_all_regions(); }
 
-void cuverify_add_region(void* base, const void* allocation, uint64_t bytes, uint64_t period, uint64_t used,
-                         int initialised, int writable, const char* name) {
+void cuverify_add_region(void* base, const void* allocation, uint64_t bytes, uint64_t period,
+                         uint64_t used, int initialised, int writable, const char* name) {
     add_region(base, allocation, bytes, period, used,
                initialised ? Contents::initialised : Contents::uninitialised, writable != 0, false,
                name);

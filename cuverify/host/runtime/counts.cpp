@@ -2,9 +2,9 @@
 //
 // The lanes of a warp do not run in lockstep here, so what one instruction of a warp does is put
 // together afterwards: the n-th execution of a place by each lane, counted since all lanes of the warp
-// last met (at a barrier, or at a collective that names them all), is one request. Where lanes run a
-// loop different numbers of times that is what hardware does, too, as long as those that leave it early
-// do not come back before the lanes meet.
+// last met (at a barrier, or at a collective that names them all) and since the lane last committed or
+// waited for copies, is one request. Where lanes run a loop different numbers of times that is what
+// hardware does, too, as long as those that leave it early do not come back before that.
 //
 // A copy of a struct that the compiler took to pieces (a float2 into two floats) is put together again:
 // neighbouring accesses that a lane makes one after another, from one statement and column but different
@@ -23,9 +23,8 @@ std::vector<CountedSite> counted_sites;
 
 namespace {
 
-constexpr unsigned banks = 32, bank_bytes = 4, sector_bytes = 32, widest = 16;
+constexpr unsigned widest = 16;
 constexpr unsigned max_warps = max_threads / warp_size;
-constexpr uintptr_t no_access = 0;  // of a lane that took part and moved nothing
 
 // An access whose neighbours may follow.
 struct Part {
@@ -42,9 +41,13 @@ struct OpenCopy {
     bool shared;
 };
 
-// The addresses that the lanes of a warp used at one place since they last met, in order.
+// What the lanes of a warp did at one place since they last met, in order.
+struct Step {
+    uintptr_t address, destination;
+    unsigned leg;
+};
 struct Series {
-    std::vector<uintptr_t> of_lane[warp_size];
+    std::vector<Step> of_lane[warp_size];
     bool used;
 };
 struct Warp {
@@ -55,12 +58,13 @@ struct Warp {
 using SiteKey = std::tuple<const char*, int, uint64_t, Operation, bool, unsigned>;
 std::map<SiteKey, unsigned> numbers;
 constexpr unsigned recent_places = 1024;
-unsigned recent_sites[recent_places];  // the last one that was looked up for places of a kind
-std::vector<uint32_t> site_statements;  // by site
+unsigned recent_sites[recent_places];    // the last one that was looked up for places of a kind
+std::vector<uint32_t> site_statements;   // by site
 std::vector<uint64_t> statement_starts;  // of code, and the statement that each belongs to
 std::vector<uint32_t> statements;
 OpenCopy open_copies[max_threads];
 Warp counted_warps[max_warps];
+unsigned legs[max_threads];  // of each thread's way since its warp met
 
 uint32_t statement_of(const Place& place) {
     if (place.file) return 0;  // a wrapper's, which tells its width itself
@@ -90,19 +94,19 @@ unsigned site_number(const Place& place, Operation operation, bool shared, unsig
     return guess = found->second;
 }
 
-void append(unsigned thread, unsigned site, uintptr_t address) {
+void append(unsigned thread, unsigned site, uintptr_t address, uintptr_t destination = 0) {
     Warp& warp = counted_warps[thread / warp_size];
     if (warp.series.size() <= site) warp.series.resize(site + 1);
     Series& series = warp.series[site];
     if (!series.used) warp.used.push_back(site);
     series.used = true;
-    series.of_lane[thread % warp_size].push_back(address);
+    series.of_lane[thread % warp_size].push_back({address, destination, legs[thread]});
 }
 
 void close_copy(unsigned thread) {
     OpenCopy& copy = open_copies[thread];
-    bool whole = copy.count > 1 && (copy.bytes == 8 || copy.bytes == 16) &&
-                 copy.begin % copy.bytes == 0;
+    bool whole =
+        copy.count > 1 && (copy.bytes == 8 || copy.bytes == 16) && copy.begin % copy.bytes == 0;
     if (whole) {
         const Place& place = counted_sites[copy.parts[0].site].place;
         append(thread, site_number(place, copy.operation, copy.shared, copy.bytes), copy.begin);
@@ -124,56 +128,8 @@ bool continues(const OpenCopy& copy, const Part& part, uint32_t statement, Opera
                         [&](const Part& other) { return other.pc == part.pc; });
 }
 
-// Distinct values among the first `count`, which it sorts.
-unsigned distinct(uintptr_t* values, unsigned count) {
-    std::sort(values, values + count);
-    return static_cast<unsigned>(std::unique(values, values + count) - values);
-}
-
-// Wavefronts of one phase: how many words the busiest bank gives or takes. Lanes that want the same
-// word are served at once, atomics one after another.
-unsigned wavefronts(const uintptr_t* addresses, unsigned count, unsigned width, bool atomic) {
-    uintptr_t words[banks * widest / bank_bytes];
-    unsigned used = 0, of_bank[banks] = {};
-    for (unsigned i = 0; i < count; ++i)
-        for (unsigned byte = 0; byte < width; byte += bank_bytes)
-            words[used++] = (addresses[i] + byte) / bank_bytes;
-    if (!atomic) used = distinct(words, used);
-    for (unsigned i = 0; i < used; ++i) ++of_bank[words[i] % banks];
-    return *std::max_element(of_bank, of_bank + banks);
-}
-
-void tally(CountedSite& site, const uintptr_t (&addresses)[warp_size]) {
-    uintptr_t active[warp_size], sectors[warp_size];
-    unsigned lanes = 0;
-    for (uintptr_t address : addresses)
-        if (address != no_access) active[lanes++] = address;
-    if (!lanes) return;
-    Counts& counts = site.counts;
-    ++counts.requests;
-    counts.bytes += lanes * site.width;
-    if (!site.shared) {
-        for (unsigned i = 0; i < lanes; ++i) sectors[i] = active[i] / sector_bytes;
-        counts.sectors += distinct(sectors, lanes);
-        counts.ideal_sectors +=
-            (distinct(active, lanes) * site.width + sector_bytes - 1) / sector_bytes;
-        return;
-    }
-    // 32 banks of 4 bytes serve 128 bytes at once: a half warp of 8 bytes each, a quarter of 16.
-    unsigned together = warp_size * bank_bytes / std::max(site.width, bank_bytes);
-    for (unsigned first = 0; first < warp_size; first += together) {
-        unsigned present = 0;
-        for (unsigned lane = first; lane < first + together; ++lane)
-            if (addresses[lane] != no_access) active[present++] = addresses[lane];
-        if (!present) continue;
-        counts.wavefronts +=
-            wavefronts(active, present, site.width, site.operation == Operation::atomic);
-        ++counts.ideal_wavefronts;
-    }
-}
-
 void count_part(const Place& place, uintptr_t address, unsigned width, Operation operation,
-                 bool shared) {
+                bool shared) {
     Part part{address, site_number(place, operation, shared, width), width, place.pc};
     uint32_t statement = site_statements[part.site];
     OpenCopy& copy = open_copies[self->index];
@@ -187,6 +143,27 @@ void count_part(const Place& place, uintptr_t address, unsigned width, Operation
     copy.begin = std::min(copy.begin, address);
     copy.parts[copy.count++] = part;
     copy.bytes += width;
+}
+
+// The requests of a series: the n-th step of each lane in the same leg.
+void tally_series(Series& series, CountedSite& site) {
+    size_t next[warp_size] = {};
+    for (;;) {
+        unsigned leg = ~0u;
+        for (unsigned lane = 0; lane < warp_size; ++lane)
+            if (next[lane] < series.of_lane[lane].size())
+                leg = std::min(leg, series.of_lane[lane][next[lane]].leg);
+        if (leg == ~0u) break;
+        Request request{site.operation, site.shared, site.width, {}, {}};
+        for (unsigned lane = 0; lane < warp_size; ++lane) {
+            const auto& steps = series.of_lane[lane];
+            if (next[lane] == steps.size() || steps[next[lane]].leg != leg) continue;
+            request.address[lane] = steps[next[lane]].address;
+            request.destination[lane] = steps[next[lane]++].destination;
+        }
+        tally(request, site.counts);
+    }
+    for (auto& steps : series.of_lane) steps.clear();
 }
 
 }  // namespace
@@ -204,27 +181,24 @@ void count_async(uintptr_t to, uintptr_t from, size_t bytes, Site site) {
     close_copy(self->index);
     Place place = place_of(site);
     auto width = static_cast<unsigned>(bytes);
-    append(self->index, site_number(place, Operation::async_copy, false, width), from);
+    append(self->index, site_number(place, Operation::async_copy, false, width), from, to);
     append(self->index, site_number(place, Operation::async_copy, true, width), to);
 }
 
+void begin_leg() {
+    close_copy(self->index);
+    ++legs[self->index];
+}
+
 void lanes_meet(unsigned warp_number) {
-    for (unsigned lane = 0; lane < warp_size; ++lane) close_copy(warp_number * warp_size + lane);
+    for (unsigned lane = 0; lane < warp_size; ++lane) {
+        close_copy(warp_number * warp_size + lane);
+        legs[warp_number * warp_size + lane] = 0;
+    }
     Warp& warp = counted_warps[warp_number];
     for (unsigned number : warp.used) {
-        Series& series = warp.series[number];
-        size_t times = 0;
-        for (const auto& one : series.of_lane) times = std::max(times, one.size());
-        for (size_t n = 0; n < times; ++n) {
-            uintptr_t addresses[warp_size];
-            for (unsigned lane = 0; lane < warp_size; ++lane) {
-                const auto& one = series.of_lane[lane];
-                addresses[lane] = n < one.size() ? one[n] : no_access;
-            }
-            tally(counted_sites[number], addresses);
-        }
-        for (auto& one : series.of_lane) one.clear();
-        series.used = false;
+        tally_series(warp.series[number], counted_sites[number]);
+        warp.series[number].used = false;
     }
     warp.used.clear();
 }

@@ -40,6 +40,10 @@ void read_access(const void* address, size_t bytes, Site site) {
     touch(address, bytes, access_read, "read", site);
 }
 
+void read_matrix_row(const void* address, size_t bytes, Site site) {
+    touch(address, bytes, access_read | access_matrix, "read", site);
+}
+
 void write_access(void* address, size_t bytes, Site site) {
     touch(address, bytes, access_write, "write", site);
 }
@@ -69,11 +73,13 @@ void async_copy(void* destination, const void* source, int bytes, int source_byt
 }
 
 void async_commit() {
+    if (counting) begin_leg();
     self->async_groups.push_back(std::move(self->async_open));
     self->async_open.clear();
 }
 
 void async_wait(int groups_left) {
+    if (counting) begin_leg();
     auto& groups = self->async_groups;
     auto keep = static_cast<size_t>(groups_left);
     if (groups.size() <= keep) return;

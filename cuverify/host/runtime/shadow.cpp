@@ -490,6 +490,7 @@ void forget_shared_regions() {
 
 static Operation operation_of(unsigned access) {
     if (access & access_atomic) return Operation::atomic;
+    if (access & access_matrix) return Operation::matrix_load;
     return access & access_write ? Operation::store : Operation::load;
 }
 

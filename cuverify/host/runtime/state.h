@@ -118,6 +118,7 @@ enum Access : unsigned {
     access_write = 1,
     access_atomic = 2,
     access_uncounted = 4,  // counted elsewhere
+    access_matrix = 8,     // a row of a matrix, by ldmatrix
 };
 extern bool checking;
 void check_access(const void* address, size_t bytes, unsigned access, const Place& place);
@@ -140,7 +141,15 @@ void mark_pending(void* destination, size_t bytes);
 void mark_written(void* destination, size_t bytes);
 
 // ---- counts (counts.cpp) ------------------------------------------------------------------------
-enum class Operation : unsigned { load, store, atomic, async_copy };
+enum class Operation : unsigned { load, store, atomic, async_copy, matrix_load };
+constexpr uintptr_t no_access = 0;  // of a lane that takes no part
+struct Request {                    // one instruction of a warp
+    Operation operation;
+    bool shared;
+    unsigned width;  // bytes of a lane
+    uintptr_t address[warp_size];
+    uintptr_t destination[warp_size];  // of the global side of a cp.async
+};
 struct Counts {
     uint64_t requests, bytes, sectors, ideal_sectors, wavefronts, ideal_wavefronts;
 };
@@ -157,6 +166,7 @@ struct CountView {
     uint32_t operation, shared;
     Counts counts;
 };
+void tally(const Request& request, Counts& counts);  // tally.cpp
 extern bool counting;
 extern std::vector<CountedSite> counted_sites;
 // Count anew from now on. Code from `starts[i]` on, as addresses relative to the library's start, is of
@@ -167,6 +177,7 @@ void count_access(uintptr_t address, size_t bytes, Operation operation, bool sha
                   const Place& place);
 // cp.async, which moves `bytes` in one request; `from` is 0 where nothing is read.
 void count_async(uintptr_t to, uintptr_t from, size_t bytes, Site site);
+void begin_leg();  // the running thread has come to a place that all lanes come to equally often
 void lanes_meet(unsigned warp);
 void all_lanes_meet();
 
