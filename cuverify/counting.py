@@ -44,7 +44,9 @@ def count_case(
     batches = registry.draw(case.batches, seed=seed, examples=examples)
     with counted() as counts:
         for _, batch in batches:
-            case.step(batch, "numpy")()
+            step = case.step(batch, "numpy")
+            step.refill(batch)
+            step()
     done = f"{len(batches)} batches, {counts.launches} launches"
     return Report(
         f"memory requests of {case.name}",

@@ -171,13 +171,14 @@ def counted(**changes: object) -> Iterator[MemoryCounts]:
     Notes
     -----
     The lanes of a warp do not run in lockstep here. One request is the n-th execution of a place
-    by each lane since all lanes last met, at a barrier or a collective of the whole warp. Where
-    lanes skip a place in some turns of a loop and come back in later ones without having met, the
-    counts differ from a GPU's. What a GPU's compiler does is not seen: loads that it merges, moves
-    out of a loop or keeps in registers, and registers that it spills. Sectors follow the addresses:
-    torch's tensors on the CPU begin at multiples of 64 bytes, numpy's only at multiples of 16.
-    A copy of a 2- or 4-component vector counts as one access; with clang and zig, which unroll
-    loops in checked code, so may neighbouring scalars that a loop reads in order.
+    by each lane since all lanes last met, at a barrier or a collective of the whole warp, and since
+    the lane last committed or waited for copies. Where lanes skip a place in some turns of a loop
+    and come back in later ones without any of these between, the counts differ from a GPU's. What
+    a GPU's compiler does is not seen: loads that it merges, moves out of a loop or keeps in
+    registers, and registers that it spills. A copy of a 2- or 4-component vector counts as one
+    access; with clang and zig, which unroll loops in checked code, so may neighbouring scalars that
+    a loop reads in order. Allocations count as if they began at multiples of 256 bytes, whatever
+    the host's begin at; views keep their offset.
 
     Examples
     --------
