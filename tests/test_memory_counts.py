@@ -15,6 +15,7 @@ from cuverify.host.options import SCHEDULES
 from cuverify.host.toolchain import find_compilers
 
 sys.path.insert(0, str(Path(__file__).parent))
+import ncu_counts
 from memory_launches import FILE, pattern
 
 LINES = FILE.read_text().splitlines()
@@ -91,6 +92,10 @@ SHARED = [  # kernel, n, PITCH, operation: requests, wavefronts, conflicts
     ("quads", 5 + 8 * 5, 32, "load", (1, 4, 0)),  # a quarter
     ("quads", 0, 32, "load", (1, 2, 0)),
     ("quads", 6 + 8 * 6, 32, "load", (1, 2, 0)),
+    ("pairs", 5 + 8 * 0, 32, "load", (1, 2, 0)),  # of 8 bytes, if it is so in the whole warp;
+    ("pairs", 0 + 8 * 1, 32, "load", (1, 2, 0)),
+    ("quads", 5 + 8 * 0, 32, "load", (1, 3, 0)),  # of 16, each half warp for itself
+    ("quads", 0 + 8 * 1, 32, "load", (1, 2, 0)),
     ("quad_rows", 0, 32, "load", (1, 32, 28)),
     ("quad_rows", 0, 36, "load", (1, 4, 0)),
     ("quad_rows", 0, 40, "load", (1, 8, 4)),
@@ -169,6 +174,10 @@ def test_a_vector_is_one_request_where_its_address_allows() -> None:
     four = "int t = threadIdx.x; float4 v = reinterpret_cast<const float4*>(x)[t]; "
     loaded = count(four + "out[t] = v.x + v.y + v.z + v.w;").total("global", "load")
     assert loaded == Traffic(1, 512, 16, 16)
+    # of a struct that may begin anywhere, at an address where a pair of floats may not
+    struct = "struct P { float a, b; }; int t = threadIdx.x; "
+    loaded = count(struct + "P p = reinterpret_cast<const P*>(x + 1)[t]; out[t] = p.a + p.b;")
+    assert loaded.total("global", "load") == Traffic(2, 256, 17, 8)
     stored = count("int t = threadIdx.x; "
                    "reinterpret_cast<float2*>(out)[t] = make_float2(x[t], 1.0f);")  # fmt: skip
     assert stored.total("global", "store") == Traffic(1, 256, 8, 8)
@@ -177,6 +186,8 @@ def test_a_vector_is_one_request_where_its_address_allows() -> None:
 def test_block_copies_are_as_wide_as_their_alignment() -> None:
     copied = count("int t = threadIdx.x; memcpy(out + 8 * t, x + 8 * t, 32);")
     assert copied.total("global", "load") == Traffic(2, 1024, 64, 32)
+    off = count("int t = threadIdx.x; memcpy(out + 8 * t + 1, x + 8 * t + 1, 24);")
+    assert off.total("global", "load").requests == 6
     narrow = count("int t = threadIdx.x; memcpy(out + 3 * t, x + 3 * t, 12);")
     assert narrow.total("global", "store") == Traffic(3, 384, 36, 12)
 
@@ -228,16 +239,25 @@ def test_loops_of_different_lengths_are_counted_turn_by_turn() -> None:
     assert (found.requests, found.bytes) == (31, 4 * sum(range(32)))
 
 
+def test_barriers_keep_the_turns_of_a_loop_apart() -> None:
+    counts = count("int t = threadIdx.x; float s = 0; for (int turn = 0; turn < 4; ++turn) { "
+                   "if (t % 2 == turn % 2) s += x[turn * 64 + t]; __syncthreads(); } out[t] = s;",
+                   threads=64)  # fmt: skip
+    assert counts.total("global", "load") == Traffic(8, 512, 32, 16)
+
+
 def test_copies_in_flight_keep_the_turns_of_a_loop_apart() -> None:
-    """Lanes of one half do one copy more in each turn; a commit ends the turn, no lane waits."""
+    """Half of the lanes do one copy more in each turn; a commit ends the turn, no lane waits."""
     body = ("SHARED_ARRAY(float, tile, [2048]); int t = threadIdx.x; "
             "for (int turn = 0; turn < 4; ++turn) {"
             "for (int i = t; i < 48; i += 32) "
-            "ptx::cp_async16(tile + (turn * 48 + i) * 4, x + (turn * 48 + i) * 4); "
-            "ptx::cp_async_commit(); } ptx::cp_async_wait<0>(); __syncthreads(); out[t] = tile[t];"
+            "ptx::cp_async16(tile + (turn * 48 + i) * 4 + 4, x + (turn * 48 + i) * 4 + 4); "
+            "ptx::cp_async_commit(); } ptx::cp_async_wait<0>(); __syncthreads(); out[t] = tile[t + 4];"
             )  # fmt: skip
-    copied = count(body).total("global", "async copy")
-    assert (copied.requests, copied.sectors, copied.excess_sectors) == (8, 96, 0)
+    counts = count(body)
+    copied = counts.total("global", "async copy")
+    assert (copied.requests, copied.sectors) == (8, 4 * (17 + 9))
+    assert counts.total("global", "load") == Traffic()  # nor once more when they arrive
 
 
 def test_a_launch_with_faults_is_not_counted() -> None:
@@ -277,3 +297,13 @@ def test_a_function_of_the_shim_counts_on_the_kernels_line() -> None:
     counts = count("int t = threadIdx.x;\nout[t] =\n__ldg(x + t);")
     (load,) = (one for one in counts.lines if one.operation == "load")
     assert (load.file, load.line, load.text) == ("<string>", 11, "__ldg(x + t);")
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_attention_alike() -> None:
+    try:
+        measured = ncu_counts.measure("attention")
+    except ncu_counts.NotMeasuredError as error:
+        pytest.skip(str(error))
+    assert {kernel for kernel, _ in measured} == {"verify_partials", "verify_combine"}
+    assert ncu_counts.compare("attention", measured) == []

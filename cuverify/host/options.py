@@ -175,9 +175,9 @@ def counted(**changes: object) -> Iterator[MemoryCounts]:
     the lane last committed or waited for copies. Where lanes skip a place in some turns of a loop
     and come back in later ones without any of these between, the counts differ from a GPU's. What
     a GPU's compiler does is not seen: loads that it merges, moves out of a loop or keeps in
-    registers, and registers that it spills. A copy of a 2- or 4-component vector counts as one
-    access; with clang and zig, which unroll loops in checked code, so may neighbouring scalars that
-    a loop reads in order. Allocations count as if they began at multiples of 256 bytes, whatever
+    registers, and registers that it spills. A copy of a vector or struct of 8 or 16 bytes counts
+    as one access where its address allows; with clang and zig, which unroll loops in checked code,
+    so may neighbouring scalars that a loop reads in order. Allocations count as if they began at multiples of 256 bytes, whatever
     the host's begin at; views keep their offset.
 
     Examples
@@ -186,6 +186,6 @@ def counted(**changes: object) -> Iterator[MemoryCounts]:
     ...     kernel(1, 128, out, x)
     >>> print(counts)                        # doctest: +SKIP
     """
-    with host_options(checked=True, counts=MemoryCounts(), **changes) as options:
-        assert options.counts is not None
-        yield options.counts
+    counts = MemoryCounts()
+    with host_options(checked=True, counts=counts, **changes):
+        yield counts

@@ -56,7 +56,7 @@ unsigned busiest_bank(const uintptr_t* active, unsigned count, unsigned width, b
     return *std::max_element(of_bank, of_bank + banks);
 }
 
-// Whether each lane wants what its neighbour at `distance` wants, where both take part.
+// Whether each of some lanes wants what its neighbour at `distance` wants, where both take part.
 bool in_pairs(const uintptr_t* addresses, unsigned lanes, unsigned distance) {
     for (unsigned lane = 0; lane < lanes; ++lane) {
         uintptr_t one = addresses[lane], other = addresses[lane ^ distance];
@@ -65,29 +65,32 @@ bool in_pairs(const uintptr_t* addresses, unsigned lanes, unsigned distance) {
     return true;
 }
 
-// Lanes that one pass serves if no bank is wanted twice: 32 banks of 4 bytes are 128 bytes, a half warp
-// of 8 bytes a lane or a quarter of 16. Twice as many where a load wants everything in pairs.
-unsigned lanes_of_a_pass(const Request& request) {
-    unsigned lanes = warp_size * bank_bytes / std::max(request.width, bank_bytes);
-    bool wide_load = request.operation == Operation::load && request.width > bank_bytes;
-    bool paired =
-        in_pairs(request.address, warp_size, 1) || in_pairs(request.address, warp_size, 2);
-    return wide_load && paired ? 2 * lanes : lanes;
+// One pass over some lanes, as often as their busiest bank wants it.
+void pass_over(const Request& request, unsigned first, unsigned lanes, Counts& counts) {
+    uintptr_t active[warp_size];
+    unsigned count = 0;
+    for (unsigned lane = first; lane < first + lanes; ++lane)
+        if (request.address[lane] != no_access) active[count++] = request.address[lane];
+    if (!count) return;
+    bool atomic = request.operation == Operation::atomic;
+    // What a cp.async copies arrives sector by sector and meets no conflicts.
+    bool copy = request.operation == Operation::async_copy;
+    counts.wavefronts += copy ? 1 : busiest_bank(active, count, request.width, atomic);
+    ++counts.ideal_wavefronts;
 }
 
+// 32 banks of 4 bytes are 128 bytes: a half warp of 8 bytes a lane, or a quarter of 16. Two of those
+// are one where a load wants everything in pairs.
 void tally_shared(const Request& request, Counts& counts) {
-    unsigned together = lanes_of_a_pass(request);
-    for (unsigned first = 0; first < warp_size; first += together) {
-        uintptr_t active[warp_size];
-        unsigned count = 0;
-        for (unsigned lane = first; lane < first + together; ++lane)
-            if (request.address[lane] != no_access) active[count++] = request.address[lane];
-        if (!count) continue;
-        bool atomic = request.operation == Operation::atomic;
-        // What a cp.async copies arrives sector by sector and meets no conflicts.
-        bool copy = request.operation == Operation::async_copy;
-        counts.wavefronts += copy ? 1 : busiest_bank(active, count, request.width, atomic);
-        ++counts.ideal_wavefronts;
+    unsigned lanes = warp_size * bank_bytes / std::max(request.width, bank_bytes);
+    bool wide_load = request.operation == Operation::load && request.width > bank_bytes;
+    unsigned step = wide_load ? 2 * lanes : lanes;
+    for (unsigned first = 0; first < warp_size; first += step) {
+        const uintptr_t* addresses = request.address + first;
+        bool whole = !wide_load || in_pairs(addresses, step, 1) || in_pairs(addresses, step, 2);
+        unsigned at_once = whole ? step : lanes;
+        for (unsigned lane = first; lane < first + step; lane += at_once)
+            pass_over(request, lane, at_once, counts);
     }
 }
 
