@@ -87,8 +87,8 @@ void tally_shared(const Request& request, Counts& counts) {
     unsigned step = wide_load ? 2 * lanes : lanes;
     for (unsigned first = 0; first < warp_size; first += step) {
         const uintptr_t* addresses = request.address + first;
-        bool whole = !wide_load || in_pairs(addresses, step, 1) || in_pairs(addresses, step, 2);
-        unsigned at_once = whole ? step : lanes;
+        bool paired = in_pairs(addresses, step, 1) || in_pairs(addresses, step, 2);
+        unsigned at_once = paired ? step : lanes;
         for (unsigned lane = first; lane < first + step; lane += at_once)
             pass_over(request, lane, at_once, counts);
     }
