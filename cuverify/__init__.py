@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cuverify.device import prebuilt as prebuilt
     from cuverify.host.options import checked as checked
+    from cuverify.host.options import counted as counted
     from cuverify.host.options import host_options as host_options
     from cuverify.host.options import sanitized as sanitized
     from cuverify.kernel import Kernel as Kernel
@@ -28,6 +29,7 @@ _EXPORTS = {
     "Kernel": "cuverify.kernel",
     "KvLayout": "cuverify.kv_layout",
     "checked": "cuverify.host.options",
+    "counted": "cuverify.host.options",
     "host_options": "cuverify.host.options",
     "load_kernel": "cuverify.kernel",
     "prebuilt": "cuverify.device",
@@ -49,6 +51,7 @@ _SUBMODULES = frozenset(
         "compile",
         "conformance",
         "contract",
+        "counting",
         "datasets",
         "device",
         "diagnostics",
@@ -97,6 +100,7 @@ __all__ = [
     "KvLayout",
     "__version__",
     "checked",
+    "counted",
     "errors",
     "host_options",
     "load_kernel",

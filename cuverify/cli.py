@@ -262,6 +262,28 @@ def check(
     return _finish(report, json_file)
 
 
+@cli.command()
+@click.argument("case")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--examples", type=click.IntRange(min=1), help="Drawn batches; the case knows a good number."
+)
+@click.option("--most", type=click.IntRange(min=1), help="Lines of a kernel at most.")
+@_json_option
+def count(
+    case: str, seed: int, examples: int | None, most: int | None, json_file: Path | None
+) -> int:
+    """Count what the kernels of CASE ask of memory, line by line, without a GPU.
+
+    All batches of the case run on the host lane under the checkers. For each line: requests,
+    32-byte sectors of global memory and how many would do, passes through shared memory and bank
+    conflicts; lines that waste most first. cuverify.counted does it for launches of your own.
+    """
+    from cuverify.counting import count_case
+
+    return _finish(count_case(case, seed=seed, examples=examples, most=most), json_file)
+
+
 @cli.command("lint")
 @click.argument("factory", metavar="module:function")
 @_json_option

@@ -150,7 +150,9 @@ def test_wrong_usage_is_2_before_anything_runs(
     assert "Error: " in err
 
 
-@pytest.mark.parametrize("command", ["check", "compile", "bench", "tune", "env", "evidence", ""])
+@pytest.mark.parametrize(
+    "command", ["check", "count", "compile", "bench", "tune", "env", "evidence", ""]
+)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command.split(), "-h"]) == 0
     assert capsys.readouterr().out.startswith("Usage: cuverify")
@@ -183,6 +185,20 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert cli.main(["bench"]) == 0
     assert seen[0][1]["options"] == {}
     assert cli.main(["bench", "--picture", str(tmp_path / "none" / "x.svg")]) == 2
+
+
+def test_count_shows_the_worst_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    case = f"{Path(__file__).with_name('check_cases.py')}:CLEAN"
+    file = tmp_path / "counts.json"
+    assert cli.main(["count", case, "--examples", "2", "--most", "1", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "memory requests of clean" in out
+    assert "2 batches, 2 launches" in out
+    (table,) = json.loads(file.read_text())["tables"]
+    assert table["title"] == "saxpy"
+    assert len(table["rows"]) == 1
+    assert cli.main(["count", "abacus"]) == 2
+    assert "abacus" in capsys.readouterr().err
 
 
 def test_tune_says_where_its_table_is(

@@ -15,6 +15,8 @@ from cuverify.errors import CheckerError, ContractError
 from cuverify.geometry import Dim3, check_shared
 from cuverify.host import faults
 from cuverify.host.build import build_library
+from cuverify.host.counts import CountView
+from cuverify.host.lines import line_table
 from cuverify.host.options import MMA_MODELS, SCHEDULES, HostOptions, current_options
 from cuverify.host.regions import regions_of
 from cuverify.host.reports import HostReport
@@ -64,12 +66,18 @@ class _Library:
         ]
         self.api.cuverify_add_region.argtypes = [
             ctypes.c_void_p,
+            ctypes.c_void_p,
             ctypes.c_uint64,
             ctypes.c_uint64,
             ctypes.c_uint64,
             ctypes.c_int,
             ctypes.c_int,
             ctypes.c_char_p,
+        ]
+        self.api.cuverify_start_counting.argtypes = [
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(ctypes.c_uint32),
+            ctypes.c_uint64,
         ]
         self.launch = getattr(self.api, f"cuverify_launch_{contract.kernel}")
         self.launch.argtypes = [ctypes.POINTER(faults.LaunchConfig), ctypes.c_void_p]
@@ -107,6 +115,21 @@ class _Library:
                 for view in (raw.actor, raw.other)[: 1 + bool(raw.has_other)]
             ]
             yield faults.report(raw, actors[0], actors[1] if raw.has_other else None)
+
+    def start_counting(self) -> None:
+        starts, numbers = line_table(self.path).statements
+        self.api.cuverify_start_counting(
+            (ctypes.c_uint64 * len(starts))(*starts),
+            (ctypes.c_uint32 * len(numbers))(*numbers),
+            len(starts),
+        )
+
+    def counts(self) -> Iterator[tuple[tuple[str, int], CountView]]:
+        for index in range(self.api.cuverify_count_count()):
+            raw = CountView()
+            self.api.cuverify_count(index, ctypes.byref(raw))
+            if raw.requests:
+                yield faults.place(raw.place, self.path), raw
 
 
 def _disagreement(parameter: Parameter, info: _ParameterInfo) -> str | None:
@@ -187,8 +210,14 @@ class _HostLaunch:
             )
             if options.checked:
                 self._register(library)
+            if options.counts is not None:
+                library.start_counting()
             status = library.launch(ctypes.byref(self._config), self._pointers.ctypes.data)
+            library.api.cuverify_stop_counting()
             reports = tuple(library.faults(launch.grid, launch.block)) if status else ()
+            if options.counts is not None and not status:
+                kernel, text = launch.contract.kernel, launch.source
+                options.counts.add(kernel, library.counts(), text.source_line)
         if status == _INTERRUPTED:
             raise KeyboardInterrupt
         if reports:
@@ -208,6 +237,7 @@ class _HostLaunch:
         for region in regions_of(self._launch):
             library.api.cuverify_add_region(
                 region.base,
+                region.allocation,
                 region.bytes,
                 region.period,
                 region.used,

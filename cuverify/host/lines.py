@@ -24,7 +24,7 @@ class LineTable:
         from elftools.elf.elffile import ELFFile
 
         self._library = library
-        rows: list[tuple[int, str, int]] = []
+        rows: list[tuple[int, str, int, int]] = []
         with library.open("rb") as stream:
             dwarf = ELFFile(stream).get_dwarf_info()
             for unit in dwarf.iter_CUs():
@@ -37,7 +37,8 @@ class LineTable:
                     if state is None:
                         continue
                     name = names.get(state.file, "?")
-                    rows.append((state.address, "" if state.end_sequence else name, state.line))
+                    name = "" if state.end_sequence else name
+                    rows.append((state.address, name, state.line, state.column))
         rows.sort(key=lambda row: row[0])
         self._addresses = [row[0] for row in rows]
         self._rows = rows
@@ -51,11 +52,25 @@ class LineTable:
         at = bisect.bisect_right(self._addresses, address) - 1
         if at < 0 or not self._rows[at][1]:
             return "?", 0
-        file, line = self._rows[at][1:]
+        _, file, line, _ = self._rows[at]
         if not is_shim(file):
             return file, line
         callers = (place for place in self._callers(address) if not is_shim(place[0]))
         return next(callers, (Path(file).name, line))
+
+    @functools.cached_property
+    def statements(self) -> tuple[list[int], list[int]]:
+        """Starts of pieces of code, and for each the number of its statement and column.
+
+        0 stands for code of which that is not known: that of the host lane's own headers stands in
+        for many places of a kernel.
+        """
+        numbers: dict[tuple[str, int, int], int] = {}
+        found = []
+        for _, file, line, column in self._rows:
+            known = file and column and not is_shim(file)
+            found.append(numbers.setdefault((file, line, column), len(numbers) + 1) if known else 0)
+        return self._addresses, found
 
     def _callers(self, address: int) -> Iterator[tuple[str, int]]:
         """Yield the places at which the functions around an address were inlined, innermost first.

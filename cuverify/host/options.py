@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cuverify.errors import ArgumentError
+from cuverify.host.counts import MemoryCounts
 
 SCHEDULES = ("ascending", "descending", "random")
 MMA_MODELS = {"exact": 0, "sm_80": 80, "sm_90": 90}
@@ -40,6 +41,8 @@ class HostOptions:
         ``g++``, ``clang++``, ``zig`` or a command; the first that is found where it is not given.
     max_accesses : int
         A checked launch that makes more memory accesses is judged endless.
+    counts : MemoryCounts, optional
+        What adds up the memory requests of checked launches; see `counted`.
     """
 
     checked: bool = False
@@ -50,6 +53,7 @@ class HostOptions:
     mma: str = "exact"
     compiler: str | None = None
     max_accesses: int = 2_000_000_000
+    counts: MemoryCounts | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -66,6 +70,8 @@ class HostOptions:
             raise ArgumentError("time_limit_s", self.time_limit_s, "wants seconds")
         if self.max_accesses < 1:
             raise ArgumentError("max_accesses", self.max_accesses, "wants at least 1")
+        if self.counts is not None and not self.checked:
+            raise ArgumentError("checked", False, "inside `counted`: only checked launches count")
 
 
 _current: contextvars.ContextVar[HostOptions] = contextvars.ContextVar("host_options")
@@ -142,3 +148,44 @@ def sanitized(**changes: object) -> contextlib.AbstractContextManager[HostOption
     ...     kernel(1, 128, out, x)
     """
     return host_options(sanitized=True, checked=False, **changes)
+
+
+@contextlib.contextmanager
+def counted(**changes: object) -> Iterator[MemoryCounts]:
+    """Count what host-lane launches ask of memory, line by line: performance hints without a GPU.
+
+    Launches run under the checkers, as under `checked`, and are not counted if they have faults.
+    Counted are requests (instructions of a warp), 32-byte sectors of global memory, and passes
+    through shared memory with their bank conflicts, by the addresses that the lanes use.
+
+    Parameters
+    ----------
+    **changes
+        Attributes of HostOptions.
+
+    Yields
+    ------
+    MemoryCounts
+        Which grows with every launch; ``print`` shows the lines that waste most first.
+
+    Notes
+    -----
+    The lanes of a warp do not run in lockstep here. One request is the n-th execution of a place
+    by each lane since all lanes last met, at a barrier or a collective of the whole warp, and since
+    the lane last committed or waited for copies. Where lanes skip a place in some turns of a loop
+    and come back in later ones without any of these between, the counts differ from a GPU's. What
+    a GPU's compiler does is not seen: loads that it merges, moves out of a loop or keeps in
+    registers, and registers that it spills. A copy of a vector or struct of 8 or 16 bytes counts
+    as one access where its address allows; with clang and zig, which unroll loops in checked code,
+    so may neighbouring scalars that a loop reads in order. Allocations count as if they began at multiples of 256 bytes, whatever
+    the host's begin at; views keep their offset.
+
+    Examples
+    --------
+    >>> with cuverify.counted() as counts:   # doctest: +SKIP
+    ...     kernel(1, 128, out, x)
+    >>> print(counts)                        # doctest: +SKIP
+    """
+    counts = MemoryCounts()
+    with host_options(checked=True, counts=counts, **changes):
+        yield counts

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from cuverify.arguments import Tensor
 from cuverify.launches import Launch
@@ -16,6 +19,8 @@ class Region:
     ----------
     base, bytes : int
         Address and size.
+    allocation : int
+        Address of the memory that it is a view of; a device aligns that to 256 bytes at least.
     period, used : int
         Rows of `used` bytes every `period`, with gaps that belong to nobody; 0 where it is dense.
     initialised : bool
@@ -27,6 +32,7 @@ class Region:
     """
 
     base: int
+    allocation: int
     bytes: int
     period: int
     used: int
@@ -50,6 +56,7 @@ def regions_of(launch: Launch) -> list[Region]:
         kind = access[tensor.name]
         region = Region(
             tensor.address,
+            _allocation(tensor.owner),
             tensor.span_bytes,
             *_rows(tensor),
             kind in ("read", "update"),
@@ -69,6 +76,15 @@ def regions_of(launch: Launch) -> list[Region]:
             )
         regions.append(region)
     return regions
+
+
+def _allocation(owner: Any) -> int:
+    """Return the address of the memory that a tensor on the CPU is a view of."""
+    if isinstance(owner, np.ndarray):
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        return int(owner.__array_interface__["data"][0])
+    return int(owner.untyped_storage().data_ptr())
 
 
 def _rows(tensor: Tensor) -> tuple[int, int]:

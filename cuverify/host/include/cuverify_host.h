@@ -74,12 +74,12 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 
 // Not every compiler lets the checker see these: route them through it.
 namespace cuverify_host {
-inline void* checked_copy(void* to, const void* from, size_t bytes, CUVERIFY_SITE) {
+CUVERIFY_APART inline void* checked_copy(void* to, const void* from, size_t bytes, CUVERIFY_SITE) {
     read_access(from, bytes, CUVERIFY_GIVEN);
     if (bytes) write_access(to, bytes, CUVERIFY_GIVEN);
     return __builtin_memmove(to, from, bytes);
 }
-inline void* checked_fill(void* to, int value, size_t bytes, CUVERIFY_SITE) {
+CUVERIFY_APART inline void* checked_fill(void* to, int value, size_t bytes, CUVERIFY_SITE) {
     if (bytes) write_access(to, bytes, CUVERIFY_GIVEN);
     return __builtin_memset(to, value, bytes);
 }

@@ -52,7 +52,7 @@ struct MatrixSlot {
 
 template <int Matrices, bool Transposed>
 void load_matrices(unsigned* to, const void* row, Site site) {
-    read_access(row, 16, site);
+    read_matrix_row(row, 16, site);
     MatrixSlot slot{to, row};
     collective(
         all_lanes, Collective::ldmatrix, &slot,

@@ -13,6 +13,19 @@ struct dim3 {
 };
 
 #define CUVERIFY_NO_CHECK __attribute__((no_sanitize("thread"), no_sanitize("undefined")))
+// Of a function that tells the checker of its accesses itself: a checked caller must not see them.
+#if defined(__has_feature)
+#define CUVERIFY_CHECKED_BUILD __has_feature(thread_sanitizer)
+#elif defined(__SANITIZE_THREAD__)
+#define CUVERIFY_CHECKED_BUILD 1
+#else
+#define CUVERIFY_CHECKED_BUILD 0
+#endif
+#if CUVERIFY_CHECKED_BUILD
+#define CUVERIFY_APART __attribute__((noinline)) CUVERIFY_NO_CHECK
+#else
+#define CUVERIFY_APART
+#endif
 
 namespace cuverify_host {
 
@@ -63,6 +76,7 @@ void collective(unsigned mask, Collective kind, void* slot, Combine combine, Sit
 
 // Memory accesses made by emulated instructions, judged as one access of the whole width.
 void read_access(const void* address, size_t bytes, Site site);
+void read_matrix_row(const void* address, size_t bytes, Site site);
 void write_access(void* address, size_t bytes, Site site);
 void atomic_access(void* address, size_t bytes, Site site);
 void thread_fence();

@@ -37,11 +37,28 @@ void cuverify_configure(int check, unsigned schedule, uint64_t seed, unsigned mm
     set_access_limit(max_accesses);
 }
 
+void cuverify_start_counting(const uint64_t* starts, const uint32_t* statements, uint64_t count) {
+    start_counting(starts, statements, count);
+}
+
+void cuverify_stop_counting() { counting = false; }
+
+uint32_t cuverify_count_count() { return static_cast<uint32_t>(counted_sites.size()); }
+
+void cuverify_count(uint32_t index, CountView* to) {
+    const CountedSite& site = counted_sites[index];
+    memset(static_cast<void*>(to), 0, sizeof *to);
+    view(to->place, {0, 0, site.place});
+    to->operation = static_cast<uint32_t>(site.operation);
+    to->shared = site.shared;
+    to->counts = site.counts;
+}
+
 void cuverify_forget_regions() { forget_all_regions(); }
 
-void cuverify_add_region(void* base, uint64_t bytes, uint64_t period, uint64_t used,
-                         int initialised, int writable, const char* name) {
-    add_region(base, bytes, period, used,
+void cuverify_add_region(void* base, const void* allocation, uint64_t bytes, uint64_t period,
+                         uint64_t used, int initialised, int writable, const char* name) {
+    add_region(base, allocation, bytes, period, used,
                initialised ? Contents::initialised : Contents::uninitialised, writable != 0, false,
                name);
 }

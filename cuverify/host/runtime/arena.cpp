@@ -46,7 +46,7 @@ void* place(const void* key, size_t offset, size_t bytes, size_t alignment, cons
     allow(base, bytes);
     pieces.push_back({key, offset, bytes, base});
     if (checking || sanitized)
-        add_region(base, bytes, 0, 0, Contents::uninitialised, true, true, name);
+        add_region(base, base - offset, bytes, 0, 0, Contents::uninitialised, true, true, name);
     return base;
 }
 

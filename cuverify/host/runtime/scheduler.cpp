@@ -156,6 +156,7 @@ void release_barrier() {
     barrier_sum = 0;
     ++block.interval;
     if (checking) checker_barrier();
+    if (counting) all_lanes_meet();
 }
 
 [[noreturn]] void report_skipped(const Fiber& waiter, unsigned lane) {
@@ -202,9 +203,17 @@ bool complete(const Fiber& waiter, unsigned& present) {
     return !missing;
 }
 
+unsigned existing_lanes(unsigned warp) {
+    unsigned base = warp * warp_size;
+    unsigned count = block.threads - base;
+    return count >= warp_size ? ~0u : (1u << count) - 1;
+}
+
 void release_collective(const Fiber& waiter, unsigned present) {
     if (checking && waiter.waiting_for == Collective::sync_warp)
         checker_sync_warp(waiter.warp, present);
+    if (counting && (present | finished_lanes[waiter.warp]) == existing_lanes(waiter.warp))
+        lanes_meet(waiter.warp);
     unsigned base = waiter.warp * warp_size;
     waiting_lanes[waiter.warp] &= ~present;
     for (unsigned i = 0; i < warp_size; ++i) {
@@ -233,12 +242,6 @@ void start_thread() {
     thread_body(thread_argument);
     finish_thread();
     __builtin_unreachable();
-}
-
-unsigned existing_lanes(unsigned warp) {
-    unsigned base = warp * warp_size;
-    unsigned count = block.threads - base;
-    return count >= warp_size ? ~0u : (1u << count) - 1;
 }
 
 void start_block(const LaunchConfig& config, unsigned linear) {
@@ -391,6 +394,7 @@ int run(const LaunchConfig& config, void (*body)(void*), void* context) {
         uint64_t linear = schedule == Schedule::descending ? blocks - 1 - i : i;
         start_block(config, static_cast<unsigned>(linear));
         go_to(pick());
+        if (counting) all_lanes_meet();
     }
     sigaction(SIGINT, &previous, nullptr);
     if (checking) checker_end_launch();

@@ -31,6 +31,7 @@ void set_access_limit(uint64_t limit) { access_limit = limit; }
 namespace {
 
 constexpr unsigned chunk_shift = 12, chunk_bytes = 1u << chunk_shift, coarsest_shift = 4;
+constexpr size_t device_alignment = 256;
 
 enum Who : uint8_t { nobody, one_thread, one_warp, several_warps };
 
@@ -64,6 +65,7 @@ struct Region {
     size_t bytes;
     size_t period, used;  // rows of `used` bytes every `period`; 0: dense
     const char* row;      // the one that was last looked for
+    size_t device_shift;  // bytes by which the allocation misses what a device aligns it to
     Contents contents;
     bool writable, shared;
     std::string name;
@@ -435,14 +437,15 @@ void merge(Releases& into, const Releases& from) {
 
 }  // namespace
 
-void add_region(void* base, size_t bytes, size_t period, size_t used, Contents contents,
-                bool writable, bool shared, const char* name) {
+void add_region(void* base, const void* allocation, size_t bytes, size_t period, size_t used,
+                Contents contents, bool writable, bool shared, const char* name) {
     auto region = std::make_unique<Region>();
     region->base = static_cast<char*>(base);
     region->row = region->base;
     region->bytes = bytes;
     region->period = period;
     region->used = used;
+    region->device_shift = reinterpret_cast<uintptr_t>(allocation) % device_alignment;
     region->contents = contents;
     region->writable = writable;
     region->shared = shared;
@@ -454,6 +457,11 @@ void add_region(void* base, size_t bytes, size_t period, size_t used, Contents c
                                [](const char* a, const auto& other) { return a < other->base; });
     regions.insert(at, std::move(region));
     forget_recent();
+}
+
+uintptr_t as_on_a_device(const void* address) {
+    const Region* region = find_region(static_cast<const char*>(address));
+    return reinterpret_cast<uintptr_t>(address) - (region ? region->device_shift : 0);
 }
 
 std::optional<RegionPart> region_part(const void* pointer) {
@@ -480,6 +488,12 @@ void forget_shared_regions() {
     cells_of_block.clear();
 }
 
+static Operation operation_of(unsigned access) {
+    if (access & access_atomic) return Operation::atomic;
+    if (access & access_matrix) return Operation::matrix_load;
+    return access & access_write ? Operation::store : Operation::load;
+}
+
 __attribute__((noinline)) static void check_memory(const char* address, size_t bytes,
                                                    unsigned access, const Place& place) {
     if (address >= __ehdr_start && address < _end) return;  // constants of the kernel's own library
@@ -493,6 +507,8 @@ __attribute__((noinline)) static void check_memory(const char* address, size_t b
         refuse(region, address, bytes, write, place);
     judge(*region, address, bytes, access, place);
     if (access & access_atomic) note_atomic(address);
+    if (counting && !(access & access_uncounted))
+        count_access(as_on_a_device(address), bytes, operation_of(access), region->shared, place);
 }
 
 // Most accesses are to a thread's own stack and end here.

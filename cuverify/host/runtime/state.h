@@ -113,7 +113,13 @@ void maybe_preempt();  // random schedule: another thread may run before this ac
 bool on_a_fiber_stack(const void* address);
 
 // ---- checker (shadow.cpp) -----------------------------------------------------------------------
-enum Access : unsigned { access_read = 0, access_write = 1, access_atomic = 2 };
+enum Access : unsigned {
+    access_read = 0,
+    access_write = 1,
+    access_atomic = 2,
+    access_uncounted = 4,  // counted elsewhere
+    access_matrix = 8,     // a row of a matrix, by ldmatrix
+};
 extern bool checking;
 void check_access(const void* address, size_t bytes, unsigned access, const Place& place);
 void checker_start_launch();
@@ -122,14 +128,58 @@ void checker_barrier();
 void checker_sync_warp(unsigned warp, unsigned lanes);
 void checker_end_launch();
 enum class Contents : unsigned char { uninitialised, initialised };
-void add_region(void* base, size_t bytes, size_t period, size_t used, Contents contents,
-                bool writable, bool shared, const char* name);
+// `allocation` is where the memory that holds the region begins.
+void add_region(void* base, const void* allocation, size_t bytes, size_t period, size_t used,
+                Contents contents, bool writable, bool shared, const char* name);
+// The address if allocations began at multiples of 256, as they do on a device.
+uintptr_t as_on_a_device(const void* address);
 void forget_shared_regions();
 void forget_all_regions();
 void set_access_limit(uint64_t limit);
 void misaligned_access(const void* address, size_t alignment, Place place);
 void mark_pending(void* destination, size_t bytes);
 void mark_written(void* destination, size_t bytes);
+
+// ---- counts (counts.cpp) ------------------------------------------------------------------------
+enum class Operation : unsigned { load, store, atomic, async_copy, matrix_load };
+constexpr uintptr_t no_access = 0;  // of a lane that takes no part
+struct Request {                    // one instruction of a warp
+    Operation operation;
+    bool shared;
+    unsigned width;  // bytes of a lane
+    uintptr_t address[warp_size];
+    uintptr_t destination[warp_size];  // of the global side of a cp.async
+};
+struct Counts {
+    uint64_t requests, bytes, sectors, ideal_sectors, wavefronts, ideal_wavefronts;
+};
+struct CountedSite {  // accesses of one kind from one place
+    Place place;
+    Operation operation;
+    bool shared;
+    unsigned width;  // bytes
+    Counts counts;
+};
+// It as Python reads it.
+struct CountView {
+    PlaceView place;
+    uint32_t operation, shared;
+    Counts counts;
+};
+void tally(const Request& request, Counts& counts);  // tally.cpp
+extern bool counting;
+extern std::vector<CountedSite> counted_sites;
+// Count anew from now on. Code from `starts[i]` on, as addresses relative to the library's start, is of
+// statement `statements[i]`; 0: of one whose accesses stand each for themselves.
+void start_counting(const uint64_t* starts, const uint32_t* statements, size_t count);
+// Addresses are those of `as_on_a_device`.
+void count_access(uintptr_t address, size_t bytes, Operation operation, bool shared,
+                  const Place& place);
+// cp.async, which moves `bytes` in one request; `from` is 0 where nothing is read.
+void count_async(uintptr_t to, uintptr_t from, size_t bytes, Site site);
+void begin_leg();  // the running thread has come to a place that all lanes come to equally often
+void lanes_meet(unsigned warp);
+void all_lanes_meet();
 
 // ---- shared memory (arena.cpp) --------------------------------------------------------------------
 void arena_start_launch(size_t dynamic_bytes);
