@@ -32,7 +32,7 @@ REPEATS = 30
 GROUPS = {
     "attention": ("verify_partials", "verify_combine"),
     "tree build": ("tree_build",),
-    "plan": ("verify_plan", "verify_kv_list"),
+    "plan": ("verify_plan",),
     "argmax": ("argmax",),
     "accept": ("accept",),
 }
