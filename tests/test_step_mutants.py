@@ -72,6 +72,8 @@ PLANTED = [
     Mutant("ties go the other way", TREE, "return a.at() < b.at();", "return a.at() > b.at();"),
     Mutant("ties within a lane are not seen", TREE, "equals > 1", "false"),
     Mutant("low words are not compared", TREE, "if (lost[j] == best &&", "if (static_cast<int>(lost[j] >> 32) == lowest &&"),
+    Mutant("a first child waits behind its equals", TREE, "precedes(nodes, under, own)", "false"),
+    Mutant("a first child is forgotten", TREE, "if (slot == size) {", "if (false) {"),
     Mutant("a sibling adds before it subtracts", TREE, "loss + scores[own.at()] - scores[own.at() + 1]", "loss - scores[own.at() + 1] + scores[own.at()]"),
     Mutant("rows of scores do not end", TREE, "level < depth ? level * stride + k : places + level - depth", "places + min(level, 1)"),
     Mutant("a score above 0 counts", TREE, "min(score[i], 0.0f)", "score[i]"),
@@ -84,7 +86,7 @@ PLANTED = [
     Mutant("the last brother wins", ACCEPT, "while (found >= 0 && tokens[found] != wanted) {", "while (found >= 0 && (tokens[found] != wanted || sibling[found] >= 0)) {"),
     Mutant("the path is one too long", ACCEPT, "all.length < path ? found : NONE", "all.length <= path ? found : NONE"),
     Mutant("a repeated token counts twice", ACCEPT, "exact += again ? 0.0f : p;", "exact += p;"),
-    Mutant("what was rejected may be drawn", ACCEPT, "out |= rejected[i] == token;", ""),
+    Mutant("what was rejected may be drawn", ACCEPT, "rejected[r] == first + i * step ? 0.0f : weights[i]", "weights[i]"),
     Mutant("the boundary belongs to the token in front", ACCEPT, "weights[i] > 0 && at > wanted", "weights[i] > 0 && at >= wanted"),
     Mutant("NaN is the largest logit", ACCEPT, "value > minus_infinity() ?", "!(value <= minus_infinity()) ?"),
     Mutant("the higher of equal places", ACCEPT, "| ~place;", "| place;"),
@@ -110,6 +112,10 @@ def tree_steps() -> Iterator[Any]:
         )
         drafts.logprobs[0, 0, 0] = 3.0
         yield TreeBuildStep(drafts, "numpy", mode=mode)
+    # candidates in shared memory
+    for kind, depth, k, n in (("ties", 4, 6, 70), ("flat", 4, 4, 75), ("sure", 3, 6, 70)):
+        drafts = DraftBatch.draw(rng, batch=6, depth=depth, k=k, num_tokens=n, kind=kind, longest=3)
+        yield TreeBuildStep(drafts, "numpy")
     # two in one lane are the only ones that are equal: about one tree in 50
     drafts = DraftBatch.draw(
         np.random.default_rng(0), batch=120, depth=15, k=2, num_tokens=65, kind="ties", longest=1

@@ -636,8 +636,8 @@ def test_parents_are_read_back(seed: int, n: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
 def test_the_kernels_need_no_local_memory(arch: str) -> None:
-    for slots in (2, 32):
-        resources = tree_kernels(SLOTS=slots)["tree_build"].compile(arch).resources["tree_build"]
+    for values in ({"SLOTS": 2}, {"IN_SHARED": 1}):
+        resources = tree_kernels(**values)["tree_build"].compile(arch).resources["tree_build"]
         assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), resources
 
 
