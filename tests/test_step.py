@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from cuverify.validators import validate
 from cuverify.validators.compare import compare_all, host_array
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cuverify
+from cuverify.cases import Target
+from cuverify.draft_batch import DraftKind
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.stages import record_stages
 from cuverify.step import StepSizes, StepTensors, VerifyStep
@@ -97,17 +101,35 @@ def gpu_sizes() -> StepSizes:
     )  # fmt: skip
 
 
-@gpu
-def test_a_captured_step_is_right_on_changed_inputs() -> None:
-    from cuverify.validators import capture_and_replay
+class StepCase:
+    """The step as a case of the validator: batches that grow and shrink, and poisoned padding."""
 
-    sizes, rng = gpu_sizes(), np.random.default_rng(1)
-    drawn = [
-        (f"{kind}, {padded} padded", StepBatch.draw(rng, sizes, longest=600, padded=padded, kind=kind))
-        for kind, padded in (("free", 0), ("ties", 3), ("holes", 5), ("free", 1))
-    ]  # fmt: skip
-    result = capture_and_replay(DrawnVerifyStep(drawn[0][1], sizes, "torch-cuda"), drawn)
-    assert [str(finding) for finding in result.findings] == []
+    name = "step"
+
+    def __init__(self, sizes: StepSizes) -> None:
+        self.sizes = sizes
+
+    def device_batches(self, *, seed: int, examples: int) -> Iterator[tuple[str, StepBatch]]:
+        kinds: tuple[tuple[DraftKind, int], ...] = (
+            ("free", 0), ("ties", 3), ("holes", 5), ("free", 1),
+        )  # fmt: skip
+        rng = np.random.default_rng(seed)
+        for number in range(examples):
+            kind, padded = kinds[number % len(kinds)]
+            batch = StepBatch.draw(rng, self.sizes, longest=600, padded=padded, kind=kind)
+            yield f"{number}: {kind}, {padded} padded", batch
+
+    def step(self, batch: StepBatch, xp: Target) -> DrawnVerifyStep:
+        return DrawnVerifyStep(batch, self.sizes, xp)
+
+
+@gpu
+def test_the_validator_finds_nothing_in_a_captured_step() -> None:
+    report = validate(StepCase(gpu_sizes()), seed=1, examples=4)
+    assert [str(finding) for finding in report.findings] == []
+    inspected = {line.subject for line in report.coverage if line.status == "inspected"}
+    wanted = {"graph nodes", "pointers of the graph", "replays under changed circumstances"}
+    assert wanted <= inspected, report.coverage
 
 
 @gpu
