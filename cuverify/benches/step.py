@@ -158,7 +158,7 @@ class _Timed:
             tensors.logprobs, tensors.token_ids, tensors.root_tokens, tensors.seq_lens,
             num_tokens=self.nodes,
         )  # fmt: skip
-        step.plan.make()
+        step.plan()  # attention's cuts; its list is made anew for each layer
         for name, call in step.stages:
             if name == "attention":
                 _, listed = host_kv_list(

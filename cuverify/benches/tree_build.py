@@ -75,7 +75,7 @@ def _trees(requests: int, nodes: int) -> Iterator[dict[str, Any]]:
         yield gated_copies(
             op,
             shape | ({"target_us": goal} if goal else {}),
-            check=lambda copies=copies: check(copies),  # type: ignore[misc]
+            check=lambda copies=copies: check(copies),
             steps=calls,
             repeats=REPEATS,
             floor_us=copy_floor_us(moved),

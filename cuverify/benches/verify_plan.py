@@ -92,7 +92,7 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
         yield gated_copies(
             op,
             shape | ({"target_us": target} if target else {}),
-            check=lambda copies=copies: check(copies),  # type: ignore[misc]
+            check=lambda copies=copies: check(copies),
             steps=[own.plan for own in copies],
             repeats=REPEATS,
             floor_us=copy_floor_us(moved),
