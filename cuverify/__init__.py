@@ -53,7 +53,6 @@ _SUBMODULES = frozenset(
         "device",
         "diagnostics",
         "draft_batch",
-        "draft_topk",
         "drawing",
         "env",
         "errors",

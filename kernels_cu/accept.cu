@@ -21,6 +21,7 @@
 // No host reads, no allocation; every buffer is the caller's.
 
 #include "early.cuh"
+#include "ranked.cuh"
 #include "scan.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
@@ -38,7 +39,7 @@
 #endif
 // 16-byte loads of a thread that are under way together
 #ifndef ARGMAX_UNROLL
-#define ARGMAX_UNROLL 8
+#define ARGMAX_UNROLL 5
 #endif
 // blocks of a multiprocessor, so that those loads have registers
 #ifndef ARGMAX_RESIDENT
@@ -52,9 +53,6 @@
 #endif
 
 namespace {
-
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int LANES = 32;
 
 static_assert(LOGIT_BITS == 16 || LOGIT_BITS == 32, "bfloat16 or float");
 static_assert(ARGMAX_THREADS % 32 == 0 && ARGMAX_THREADS <= 1024, "whole warps, one block");
@@ -87,24 +85,6 @@ __device__ float logit(Bits value) { return value; }
 __device__ float largest_of(unsigned word) { return __uint_as_float(word); }
 __device__ int place_in(unsigned, float) { return 0; }
 #endif
-
-__device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-
-// A value and its place as one number: larger for a larger value, and for a lower place of equal
-// ones. 0 is no value.
-__device__ unsigned long long ranked(float value, unsigned place) {
-    const int bits = __float_as_int(value + 0.0f);
-    const unsigned ordered =
-        static_cast<unsigned>(bits) ^ (static_cast<unsigned>(bits >> 31) | 0x80000000u);
-    return static_cast<unsigned long long>(ordered) << 32 | ~place;
-}
-
-__device__ unsigned long long warp_max(unsigned long long value) {
-    const unsigned high = static_cast<unsigned>(value >> 32);
-    const unsigned highest = __reduce_max_sync(ALL_LANES, high);
-    const unsigned low = high == highest ? static_cast<unsigned>(value) : 0;
-    return static_cast<unsigned long long>(highest) << 32 | __reduce_max_sync(ALL_LANES, low);
-}
 
 // The links of one request's tree, in shared memory.
 struct Tree {
@@ -286,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
         }
         key = warp_max(key);
         if (lane == 0) {
-            target[row] = key == 0 ? 0 : static_cast<long long>(~static_cast<unsigned>(key));
+            target[row] = key == 0 ? 0 : place_of(key);
         }
     }
 }

@@ -238,9 +238,10 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
 
 #else
 
-// As above, with the candidates in shared memory: `lost` and `candidates`, for each parent. A lane
-// knows the best of its own. A step changes two of them: the lane of the parent finds its best anew,
-// all lanes helping; that of the new node's first child compares it with what it has.
+// As above, with the candidates in shared memory: `lost` and `candidates` have LANES places for each
+// lane, those of lane l from l LANES on. A lane knows the best of its own. A step changes two of them:
+// the lane of the parent finds its best anew, all lanes helping; that of the new node's first child
+// compares it with what it has.
 __device__ int grow(const double* scores, int depth, int stride, int n, Node* nodes,
                     long long* lost, Node* candidates) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
@@ -250,6 +251,12 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
     if (lane == 0) {
         nodes[0] = {0, 0};
     }
+#pragma unroll 1
+    for (int at = lane; at < LANES * LANES; at += LANES) {
+        lost[at] = INFINITE;
+        candidates[at] = Node::of(0, 0, behind, behind);
+    }
+    __syncwarp();
     // The lane that has the least, by its path where several have it, and LANES where none has a
     // candidate; all lanes get the same one.
     const auto first_lane = [&](long long here, Node candidate) {
@@ -285,42 +292,34 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         const Node next = {static_cast<unsigned>(parent) | static_cast<unsigned>(size) << 16,
                            taken.place + 1};
         const Node under = Node::of(size, 0, taken.next(), min(taken.next() + stride, behind));
-        // The candidates of the winner: one for each lane that helps.
-        const int slot = lane * LANES + winner;
-        long long here = INFINITE;
-        Node candidate = Node::of(0, 0, behind, behind);
-        if (slot < size && slot != parent) {
-            here = lost[slot];
-            candidate = candidates[slot];
-        }
-        if (slot == parent) {
-            here = beside;
-            candidate = next;
-        }
-        if (slot == size) {
-            here = below;
-            candidate = under;
-        }
+        const int owner = size % LANES;
+        // The candidates of the winner, one for each lane that helps; two of them are new.
+        long long here = lost[winner * LANES + lane];
+        Node candidate = candidates[winner * LANES + lane];
+        const bool is_next = lane == parent / LANES;
+        const bool is_under = winner == owner && lane == size / LANES;
+        here = is_next ? beside : is_under ? below : here;
+        candidate.family = is_next ? next.family : is_under ? under.family : candidate.family;
+        candidate.place = is_next ? next.place : is_under ? under.place : candidate.place;
         if (lane == 0) {
             nodes[size] = taken;
-            lost[parent] = beside;
-            candidates[parent] = next;
-            lost[size] = below;
-            candidates[size] = under;
+            lost[winner * LANES + parent / LANES] = beside;
+            candidates[winner * LANES + parent / LANES] = next;
+            lost[owner * LANES + size / LANES] = below;
+            candidates[owner * LANES + size / LANES] = under;
         }
         __syncwarp();
         const int best = first_lane(here, candidate) % LANES;
         here = __shfl_sync(ALL_LANES, here, best);
         candidate = {__shfl_sync(ALL_LANES, candidate.family, best),
                      __shfl_sync(ALL_LANES, candidate.place, best)};
-        if (lane == winner) {
-            least = here;
-            own = candidate;
-        } else if (lane == size % LANES && (below < least || (below == least && below != INFINITE &&
-                                                              precedes(nodes, under, own)))) {
-            least = below;
-            own = under;
+        bool better = lane == owner && lane != winner && below < least;
+        if (lane == owner && lane != winner && below == least && below != INFINITE) {
+            better = precedes(nodes, under, own);
         }
+        least = better ? below : lane == winner ? here : least;
+        own.family = better ? under.family : lane == winner ? candidate.family : own.family;
+        own.place = better ? under.place : lane == winner ? candidate.place : own.place;
     }
     return size;
 }
@@ -432,7 +431,7 @@ __device__ void write_status(int* status, int b, unsigned fault) {
 // @param sizes          write int32 [batch]                  nodes of each tree
 // @param status         write int32 [batch, 2]               code; depth x k + rank at fault, or -1
 // @block TREE_THREADS
-// @shared 16 * depth * (k + 1) + 16 * n + 16 * IN_SHARED * n + 128
+// @shared 16 * depth * (k + 1) + 16 * n + 16384 * IN_SHARED + 128
 extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     tree_build(const float* __restrict__ logprobs, const TOKEN_INDEX* __restrict__ token_ids,
                const long long* __restrict__ root_tokens, const SEQ_INDEX* __restrict__ seq_lens,
@@ -447,8 +446,8 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     CARVE(cursor, long long, ids, places);
     CARVE(cursor, Node, nodes, n);
 #if IN_SHARED
-    CARVE(cursor, long long, lost, n);
-    CARVE(cursor, Node, candidates, n);
+    CARVE(cursor, long long, lost, LANES* LANES);
+    CARVE(cursor, Node, candidates, LANES * LANES);
 #endif
     CARVE(cursor, int, children, n);
     CARVE(cursor, int, siblings, n);

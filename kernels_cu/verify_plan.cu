@@ -138,20 +138,21 @@ struct Request {
     __device__ long long cost() const { return START_ROWS + rows(); }  // of a bundle
 };
 
-// Floors of quotients by one number. Dividends, 0 to 2^52, are whole in float64, where a quotient is
-// off by one at most.
-struct Divider {
-    long long divisor;
-    double inverse;
+// The floor of a quotient that is below 2^16, by way of float32, where it is off by one at most.
+__device__ int quotient(long long value, long long divisor) {
+    const int near =
+        static_cast<int>(__fdividef(static_cast<float>(value), static_cast<float>(divisor)));
+    const long long rest = value - near * divisor;
+    return near + (rest >= divisor ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
 
-    __device__ explicit Divider(long long by)
-        : divisor(by), inverse(1.0 / static_cast<double>(by)) {}
-    __device__ long long operator()(long long value) const {
-        const long long near = static_cast<long long>(static_cast<double>(value) * inverse);
-        const long long rest = value - near * divisor;
-        return near + (rest >= divisor ? 1 : 0) - (rest < 0 ? 1 : 0);
-    }
-};
+// The same of any quotient of numbers up to 2^52, by way of float64.
+__device__ long long long_quotient(long long value, int divisor) {
+    const long long near =
+        static_cast<long long>(static_cast<double>(value) * (1.0 / static_cast<double>(divisor)));
+    const long long rest = value - near * divisor;
+    return near + (rest >= divisor ? 1 : 0) - (rest < 0 ? 1 : 0);
+}
 
 __device__ unsigned integer_root(unsigned value) {                            // below 2^31
     unsigned root = static_cast<unsigned>(sqrtf(static_cast<float>(value)));  // off by one at most
@@ -168,17 +169,17 @@ struct Bundle {
     int team;  // of the first piece
     int prefix;
 
-    __device__ Bundle(const Request& request, int number, const Divider& quota)
+    __device__ Bundle(const Request& request, int number, long long quota)
         : first_row(request.start + number * request.cost() + START_ROWS), prefix(request.prefix) {
         // LEAST_ROWS rows in front; behind the cut LEAST_ROWS rows, of which one is the prefix's
         const long long highest = min(request.prefix - 1ll, request.rows() - LEAST_ROWS);
-        first_cut = static_cast<int>(quota(first_row + LEAST_ROWS + quota.divisor - 1));
+        first_cut = quotient(first_row + LEAST_ROWS + quota - 1, quota);
         last_cut = first_cut - 1;
         if (highest >= 0) {
             const long long last = highest / TILE * TILE + TILE - 1;  // rounds down to `highest`
-            last_cut = max(last_cut, static_cast<int>(quota(first_row + last)));
+            last_cut = max(last_cut, quotient(first_row + last, quota));
         }
-        team = min(first_cut - 1, static_cast<int>(quota(first_row + request.rows() - 1)));
+        team = min(first_cut - 1, quotient(first_row + request.rows() - 1, quota));
     }
 
     __device__ int cuts() const { return last_cut - first_cut + 1; }
@@ -228,11 +229,11 @@ struct Sums {
         return {__shfl_sync(ALL_LANES, cost, lane), __shfl_sync(ALL_LANES, row_tiles, lane),
                 __shfl_sync(ALL_LANES, listed, lane)};
     }
-    // Over this lane and all before it in its warp.
-    __device__ void accumulate() {
+    // Over this lane and all before it in its warp, of which the first `count` have something.
+    __device__ void accumulate(int count) {
         const int lane = static_cast<int>(threadIdx.x) % LANES;
 #pragma unroll 1
-        for (int distance = 1; distance < LANES; distance *= 2) {
+        for (int distance = 1; distance < count; distance *= 2) {
             const Sums before = shuffled(max(lane - distance, 0));
             if (lane >= distance) {
                 add(before);
@@ -326,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     CARVE(cursor, int, bounds, batch + 1);        // of the prefixes
     CARVE(cursor, unsigned, kept, num_ctas + 1);  // before each cut: kept ones, their bundles << 16
     CARVE(cursor, int, cut_bundles, num_ctas);    // the bundle of a cut that is kept, else -1
-    CARVE(cursor, int, pieces, num_ctas + 1);     // of each team, then before each team
+    CARVE(cursor, int, firsts, num_ctas + 1);     // bundles that begin before each team's pieces
     SHARED_ARRAY(Sums, sums, [WARPS]);
     SHARED_ARRAY(unsigned, scratch, [block::MAX_WARPS]);
     SHARED_ARRAY(Totals, all_totals, [1]);
@@ -338,10 +339,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     if (thread == 0) {
         totals = {NO_FAULT, MAX_ROW_TILES + 1, 0, 0};
         bounds[0] = 0;
-    }
-#pragma unroll 1
-    for (int team = thread; team <= num_ctas; team += PLAN_THREADS) {
-        pieces[team] = 0;
     }
 
     // Read and judge.
@@ -375,20 +372,23 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             }
         }
         Sums own = Sums::of(request);
-        own.accumulate();
-        if (lane == LANES - 1) {
+        const int count = min(batch - first, PLAN_THREADS);
+        const int last = min(count, LANES) - 1;  // lane, of a warp that has requests
+        own.accumulate(last + 1);
+        if (lane == last) {
             sums[warp] = own;
         }
         __syncthreads();
-        Sums of_warps = lane < WARPS ? sums[lane] : Sums{0, 0, 0};
-        of_warps.accumulate();
+        const int warps = (count + LANES - 1) / LANES;
+        Sums of_warps = sums[min(lane, warps - 1)];
+        of_warps.accumulate(warps);
         Sums before = of_warps.shuffled(max(warp - 1, 0));
         if (warp == 0) {
             before = {0, 0, 0};
         }
         before.add(all);
         own.add(before);
-        all.add(of_warps.shuffled(LANES - 1));
+        all.add(of_warps.shuffled(warps - 1));
         if (b < batch) {
             if (request.prefix > 0 && own.listed > kv_capacity) {
                 fault = min(fault, static_cast<unsigned>(b * CODES + BAD_CAPACITY));
@@ -510,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
 #pragma unroll 1
     for (;; --blocks) {
         teams = all_teams / blocks;
-        share = Divider(teams)(axis + teams - 1);
+        share = long_quotient(axis + teams - 1, teams);
         share = max(max(share, root), static_cast<long long>(LEAST_ROWS));
         share = share > 8 * GRAIN ? (share + TILE - 1) / TILE * TILE
                                   : (static_cast<int>(share) + GRAIN - 1) / GRAIN * GRAIN;
@@ -518,7 +518,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             break;
         }
     }
-    const Divider quota(share);
     __syncthreads();
 
     // The cuts that are kept.
@@ -530,17 +529,21 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         unsigned here = 0;
         if (cut < teams) {
             int bundle = -1;
+            int beginning = bundles;
             if (at < axis) {
                 const int b = find(batch, at, [&](int i) { return requests[i].start; });
                 const Request request = requests[b];
-                const int number = static_cast<int>(Divider(request.cost())(at - request.start));
-                const Bundle own(request, number, quota);
+                const int number = quotient(at - request.start, request.cost());
+                const Bundle own(request, number, share);
+                // earlier bundles end in front of this team's share, later ones begin in it
+                beginning = ordinals[b] + number + (own.team < cut ? 1 : 0);
                 if (own.first_cut <= cut && cut <= own.last_cut) {
                     bundle = ordinals[b] + number;
                     here = cut == own.first_cut ? 1u << 16 | 1u : 1u;
                 }
             }
             cut_bundles[cut] = bundle;
+            firsts[cut] = beginning;
         }
         unsigned sum;
         const unsigned end = counted + block::inclusive_sum(here, scratch, sum);
@@ -551,6 +554,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     }
     if (thread == 0) {
         kept[teams] = counted;
+        firsts[teams] = bundles;
     }
     __syncthreads();
 
@@ -566,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         }
         const int b = find(batch, ordinal, [&](int at) { return ordinals[at]; });
         const int number = ordinal - ordinals[b];
-        const Bundle bundle(requests[b], number, quota);
+        const Bundle bundle(requests[b], number, share);
         const int cut = is_first ? bundle.first_cut - 1 : item - bundles;
         const int cuts = bundle.cuts();
         const unsigned earlier = kept[min(bundle.first_cut, teams)];
@@ -588,34 +592,20 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             combine_tiles[2 * tile + 1] = row_tile;
             combine_indptr[tile] = slots;
         }
-        if (side == 0) {
-            atomicAdd(&pieces[is_first ? bundle.team : cut], 1);
-        }
     }
-    __syncthreads();
 
-    // Each team's entries.
-    unsigned before = 0;
-#pragma unroll 1
-    for (int first = 0; first <= teams; first += PLAN_THREADS) {
-        const int team = first + thread;
-        const unsigned own = team < teams ? static_cast<unsigned>(pieces[team]) : 0;
-        unsigned sum;
-        const unsigned end = before + block::inclusive_sum(own, scratch, sum);
-        before += sum;
-        if (team <= teams) {
-            pieces[team] = static_cast<int>(end - own);
-        }
-    }
-    __syncthreads();
+    // Each team's entries: pieces of the cuts before it, and those that begin bundles.
+    const auto pieces_before = [&](int team) {
+        return static_cast<int>(kept[team] & 0xffffu) + firsts[team];
+    };
 #pragma unroll 1
     for (int cta = thread; cta < num_ctas; cta += PLAN_THREADS) {
         const int place = cta / blocks;  // among the teams' row tiles
         const int team = place / width;
         const int side = place - team * width;
         int* to = cta_work + cta * 4;
-        to[0] = team < teams ? pieces[team] * width + side : 0;
-        to[1] = team < teams ? pieces[team + 1] * width : 0;
+        to[0] = team < teams ? pieces_before(team) * width + side : 0;
+        to[1] = team < teams ? pieces_before(team + 1) * width : 0;
         to[2] = width;
         to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
     }

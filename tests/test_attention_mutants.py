@@ -111,11 +111,11 @@ PLANTED = [
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
     Mutant("slots of two row tiles meet", PLAN, "side * (cuts + 1)", "side * cuts", ("numbers", "race")),
-    Mutant("an entry is done by nobody", PLAN, "pieces[team] * width + side : 0;", "pieces[team] * width + side + width : 0;", ("numbers",)),
-    Mutant("an entry is done twice", PLAN, "pieces[team + 1] * width : 0;", "pieces[team + 1] * width + width : 0;", ("race", "out-of-bounds", "numbers")),
+    Mutant("an entry is done by nobody", PLAN, "pieces_before(team) * width + side : 0;", "pieces_before(team) * width + side + width : 0;", ("numbers",)),
+    Mutant("an entry is done twice", PLAN, "pieces_before(team + 1) * width : 0;", "pieces_before(team + 1) * width + width : 0;", ("race", "out-of-bounds", "numbers")),
     Mutant("halves are not told apart", PLAN, "blocks == 2 ? cta % 2 + 1 : 0", "false ? 1 : 0", ("race",)),
     Mutant("halves of several teams meet", PLAN, "const int place = cta / blocks;", "const int place = cta - cta % 2;", ("numbers", "race")),
-    Mutant("bounds of the prefixes are not sums", PLAN, "all.add(of_warps.shuffled(LANES - 1));", "", ("numbers", "status", "out-of-bounds")),
+    Mutant("bounds of the prefixes are not sums", PLAN, "all.add(of_warps.shuffled(warps - 1));", "", ("numbers", "status", "out-of-bounds")),
 ]  # fmt: skip
 
 MUTANTS = [

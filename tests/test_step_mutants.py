@@ -73,7 +73,7 @@ PLANTED = [
     Mutant("ties within a lane are not seen", TREE, "equals > 1", "false"),
     Mutant("low words are not compared", TREE, "if (lost[j] == best &&", "if (static_cast<int>(lost[j] >> 32) == lowest &&"),
     Mutant("a first child waits behind its equals", TREE, "precedes(nodes, under, own)", "false"),
-    Mutant("a first child is forgotten", TREE, "if (slot == size) {", "if (false) {"),
+    Mutant("a first child is forgotten", TREE, "const bool is_under = winner == owner &&", "const bool is_under = false &&"),
     Mutant("a sibling adds before it subtracts", TREE, "loss + scores[own.at()] - scores[own.at() + 1]", "loss - scores[own.at() + 1] + scores[own.at()]"),
     Mutant("rows of scores do not end", TREE, "level < depth ? level * stride + k : places + level - depth", "places + min(level, 1)"),
     Mutant("a score above 0 counts", TREE, "min(score[i], 0.0f)", "score[i]"),
@@ -89,7 +89,7 @@ PLANTED = [
     Mutant("what was rejected may be drawn", ACCEPT, "rejected[r] == first + i * step ? 0.0f : weights[i]", "weights[i]"),
     Mutant("the boundary belongs to the token in front", ACCEPT, "weights[i] > 0 && at > wanted", "weights[i] > 0 && at >= wanted"),
     Mutant("NaN is the largest logit", ACCEPT, "value > minus_infinity() ?", "!(value <= minus_infinity()) ?"),
-    Mutant("the higher of equal places", ACCEPT, "| ~place;", "| place;"),
+    Mutant("the last of equal words", ACCEPT, "for (int i = 3; i >= 0; --i) {", "for (int i = 0; i < 4; ++i) {"),
     Mutant("drafts stand one too early", LISTS, "static_cast<long long>(kv_indptr[b]) - n);", "static_cast<long long>(kv_indptr[b]) - n - 1);"),
     Mutant("a mask's part is not judged", LISTS, "first + size <= mask_bytes &&", "true &&"),
     Mutant("padding bits are seen", LISTS, "if (inside && column < n) {", "if (inside && column < 8 * columns) {"),
@@ -113,8 +113,8 @@ def tree_steps() -> Iterator[Any]:
         drafts.logprobs[0, 0, 0] = 3.0
         yield TreeBuildStep(drafts, "numpy", mode=mode)
     # candidates in shared memory
-    for kind, depth, k, n in (("ties", 4, 6, 70), ("flat", 4, 4, 75), ("sure", 3, 6, 70)):
-        drafts = DraftBatch.draw(rng, batch=6, depth=depth, k=k, num_tokens=n, kind=kind, longest=3)
+    for kind, depth, k, n in (("ties", 5, 9, 290), ("flat", 5, 4, 260), ("sure", 6, 6, 258)):
+        drafts = DraftBatch.draw(rng, batch=2, depth=depth, k=k, num_tokens=n, kind=kind, longest=3)
         yield TreeBuildStep(drafts, "numpy")
     # two in one lane are the only ones that are equal: about one tree in 50
     drafts = DraftBatch.draw(

@@ -249,7 +249,7 @@ def _topk(requests: int, sizes: StepSizes) -> tuple[Callable[[], None], int]:
     """Return the top-k over a drafter's logits, and the bytes that it reads."""
     import torch
 
-    from cuverify.draft_topk import DraftTopk
+    from cuverify.ops.draft_topk import DraftTopk
 
     shape = (requests, sizes.depth)
     logits = torch.randn((*shape, sizes.vocabulary), device="cuda").to(torch.bfloat16)

@@ -30,7 +30,7 @@ MAX_RANKS = 64
 MAX_BATCH = 65_535
 """Most requests of a launch."""
 
-_SLOTS = (1, 2)  # candidates of a lane in registers; more of them stand in shared memory
+_SLOTS = (1, 2, 4, 8)  # candidates of a lane in registers; more of them stand in shared memory
 _MODES: dict[MaskMode, int] = {"full": 0, "query_only": 1, "bit_packed": 2}
 _MASK_CTAS = 64  # of a request
 
