@@ -303,10 +303,14 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         candidate.place = is_next ? next.place : is_under ? under.place : candidate.place;
         if (lane == 0) {
             nodes[size] = taken;
-            lost[winner * LANES + parent / LANES] = beside;
-            candidates[winner * LANES + parent / LANES] = next;
-            lost[owner * LANES + size / LANES] = below;
-            candidates[owner * LANES + size / LANES] = under;
+        }
+        if (is_next) {
+            lost[winner * LANES + lane] = beside;
+            candidates[winner * LANES + lane] = next;
+        }
+        if (lane == size / LANES) {
+            lost[owner * LANES + lane] = below;
+            candidates[owner * LANES + lane] = under;
         }
         __syncwarp();
         const int best = first_lane(here, candidate) % LANES;

@@ -19,21 +19,25 @@ from cuverify.validators.compare import compare_all, host_array
 import cuverify
 from cuverify.accept_batch import AcceptBatch
 from cuverify.cases.accept import AcceptStep
+from cuverify.cases.draft_topk import CASE as TOPK_CASE
+from cuverify.cases.draft_topk import DraftTopkStep, LogitsBatch
 from cuverify.cases.tree_build import TreeBuildStep
 from cuverify.cases.verify_lists import ListsBatch, VerifyListsStep
 from cuverify.draft_batch import DraftBatch, ParentsBatch
 from cuverify.errors import CheckerError
 from cuverify.kernel import Kernel
 from cuverify.ops import accept as accept_op
+from cuverify.ops import draft_topk as topk_op
 from cuverify.ops import tree_build as tree_op
 from cuverify.ops import verify_lists as lists_op
 from cuverify.sources import KernelSource
 
-TREE, ACCEPT, LISTS = "tree_build", "accept", "verify_lists"
+TREE, ACCEPT, LISTS, TOPK = "tree_build", "accept", "verify_lists", "draft_topk"
 NAMES = {
     TREE: (tree_op, "tree_kernels", tuple(tree_op.tree_kernels())),
     ACCEPT: (accept_op, "accept_kernels", tuple(accept_op.accept_kernels())),
     LISTS: (lists_op, "list_kernels", tuple(lists_op.list_kernels())),
+    TOPK: (topk_op, "draft_topk_kernels", tuple(topk_op.draft_topk_kernels())),
 }
 
 
@@ -90,13 +94,19 @@ PLANTED = [
     Mutant("the boundary belongs to the token in front", ACCEPT, "weights[i] > 0 && at > wanted", "weights[i] > 0 && at >= wanted"),
     Mutant("NaN is the largest logit", ACCEPT, "value > minus_infinity() ?", "!(value <= minus_infinity()) ?"),
     Mutant("the last of equal words", ACCEPT, "for (int i = 3; i >= 0; --i) {", "for (int i = 0; i < 4; ++i) {"),
+    Mutant("a NaN is among the best", TOPK, "place < end && values[i] == values[i];", "place < end;"),
+    Mutant("what is behind a piece counts", TOPK, "values[i] = place < end ? logit(row[place]) : minus_infinity();", "values[i] = place < vocab ? logit(row[place]) : minus_infinity();"),
+    Mutant("an earlier tile is forgotten", TOPK, "first > begin && thread < k ? board.best[thread] : 0;", "0;"),
+    Mutant("sums keep an earlier largest", TOPK, "sum *= weight(largest, now);", ""),
+    Mutant("what is taken is taken again", TOPK, "keys[i] == winner ? 0 : keys[i];", "keys[i];"),
+    Mutant("sums of pieces are not scaled", TOPK, " * weight(sums[2 * piece], largest);", ";"),
     Mutant("drafts stand one too early", LISTS, "static_cast<long long>(kv_indptr[b]) - n);", "static_cast<long long>(kv_indptr[b]) - n - 1);"),
     Mutant("a mask's part is not judged", LISTS, "first + size <= mask_bytes &&", "true &&"),
     Mutant("padding bits are seen", LISTS, "if (inside && column < n) {", "if (inside && column < 8 * columns) {"),
     Mutant("32-bit bounds of masks", LISTS, "mask_indptr[b + 1] = n * (end + nodes);", "mask_indptr[b + 1] = static_cast<int>(n * (end + nodes));"),
 ]  # fmt: skip
 
-MUTANTS = [*PLANTED, *each_barrier(TREE), *each_barrier(ACCEPT), *each_barrier(LISTS)]
+MUTANTS = [*PLANTED, *(mutant for stem in NAMES for mutant in each_barrier(stem))]
 
 
 def tree_steps() -> Iterator[Any]:
@@ -154,6 +164,16 @@ def accept_steps() -> Iterator[Any]:
     yield AcceptStep(quarters, "numpy")
 
 
+def topk_steps() -> Iterator[Any]:
+    rng = np.random.default_rng(3)
+    small = {"TOPK_THREADS": 64, "TOPK_EACH": 2}
+    for kind, k, pieces in (
+        ("free", 16, 2), ("ties", 3, 1), ("spoiled", 64, 3), ("masked", 5, 1), ("flat", 7, 4),
+    ):  # fmt: skip
+        batch = LogitsBatch.draw(rng, (2, 3, 700), k, kind=kind, bf16=k % 2 == 0)
+        yield DraftTopkStep(batch, "numpy", pieces=pieces, values=small)
+
+
 def lists_steps() -> Iterator[Any]:
     rng = np.random.default_rng(2)
     for mode, n in (("full", 9), ("query_only", 65), ("bit_packed", 3)):
@@ -170,6 +190,7 @@ STEPS: dict[str, Callable[[], Iterator[Any]]] = {
     TREE: tree_steps,
     ACCEPT: accept_steps,
     LISTS: lists_steps,
+    TOPK: topk_steps,
 }
 
 
@@ -190,7 +211,8 @@ def caught(stem: str, text: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
         except CheckerError as error:
             return error.reports[0].kind
         outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
-        wrong = compare_all(outputs, step.expected())
+        tolerances = TOPK_CASE.tolerances if stem == TOPK else None
+        wrong = compare_all(outputs, step.expected(), tolerances)
         if wrong:
             return str(wrong[0])
     if stem == LISTS:
