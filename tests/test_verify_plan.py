@@ -399,6 +399,13 @@ def test_slots_are_gathered(lens: list[int], index: Any, xp: Target) -> None:
     Gathered(lens, xp, index).assert_right()
 
 
+@gpu
+@pytest.mark.parametrize("lens", [[1_000_000], [400_000, 1, *[7000] * 85, 4999]])
+def test_a_million_slots_are_gathered(lens: list[int]) -> None:
+    assert sum(lens) == 1_000_000
+    Gathered(lens, "torch-cuda", capacity=0).assert_right()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_slots_are_gathered_under_the_checkers(schedule: Schedule) -> None:
     for lens in ([5, 0, 0, 7], [2500, 1, 900, 0]):
