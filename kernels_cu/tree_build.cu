@@ -239,9 +239,9 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
 #else
 
 // As above, with the candidates in shared memory: `lost` and `candidates` have LANES places for each
-// lane, those of lane l from l LANES on. A lane knows the best of its own. A step changes two of them:
-// the lane of the parent finds its best anew, all lanes helping; that of the new node's first child
-// compares it with what it has.
+// lane, those of lane l from l LANES on; lane j alone reads and writes the j-th of them. A lane knows
+// the best of its own. A step changes two of them: the lane of the parent finds its best anew, all
+// lanes helping; that of the new node's first child compares it with what it has.
 __device__ int grow(const double* scores, int depth, int stride, int n, Node* nodes,
                     long long* lost, Node* candidates) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
@@ -256,7 +256,6 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         lost[at] = INFINITE;
         candidates[at] = Node::of(0, 0, behind, behind);
     }
-    __syncwarp();
     // The lane that has the least, by its path where several have it, and LANES where none has a
     // candidate; all lanes get the same one.
     const auto first_lane = [&](long long here, Node candidate) {

@@ -124,7 +124,9 @@ def tree_steps() -> Iterator[Any]:
         yield TreeBuildStep(drafts, "numpy", mode=mode)
     # candidates in shared memory
     for kind, depth, k, n in (("ties", 5, 9, 290), ("flat", 5, 4, 260), ("sure", 6, 6, 258)):
-        drafts = DraftBatch.draw(rng, batch=2, depth=depth, k=k, num_tokens=n, kind=kind, longest=3)
+        drafts = DraftBatch.draw(
+            np.random.default_rng(n), batch=2, depth=depth, k=k, num_tokens=n, kind=kind, longest=3
+        )
         yield TreeBuildStep(drafts, "numpy")
     # two in one lane are the only ones that are equal: about one tree in 50
     drafts = DraftBatch.draw(

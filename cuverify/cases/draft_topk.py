@@ -87,7 +87,7 @@ class LogitsBatch:
         """The logits as float32."""
         if self.logits.dtype == np.uint16:
             return (self.logits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return self.logits
+        return np.asarray(self.logits, np.float32)
 
     def __repr__(self) -> str:
         return f"LogitsBatch({list(self.logits.shape)} {self.logits.dtype}, k={self.k})"
