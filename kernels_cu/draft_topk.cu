@@ -69,7 +69,8 @@ struct Board {
 };
 
 // Puts the k largest of the keys of a block into `board.best`, in descending order; a key of 0 is
-// none. All threads call it; a barrier is owed before the board is read.
+// none. All threads call it. What the board held may be read until then, and a barrier is owed before
+// it is read again.
 __device__ void take_best(unsigned long long (&keys)[TOPK_EACH + 1], int k, Board& board) {
     const int lane = static_cast<int>(threadIdx.x) % LANES;
     const int warp = static_cast<int>(threadIdx.x) / LANES;
@@ -173,7 +174,6 @@ extern "C" __global__ void __launch_bounds__(TOPK_THREADS)
             keys[i] = counts ? ranked(values[i], static_cast<unsigned>(place)) : 0;
         }
         keys[TOPK_EACH] = first > begin && thread < k ? board.best[thread] : 0;
-        __syncthreads();
         take_best(keys, k, board);
         __syncthreads();
         const float now = board.best[0] == 0 ? minus_infinity() : value_of(board.best[0]);
@@ -229,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(TOPK_THREADS)
             keys[i] = at < candidates ? best[at] : 0;
         }
         keys[TOPK_EACH] = first > 0 && thread < k ? board.best[thread] : 0;
-        __syncthreads();
         take_best(keys, k, board);
         __syncthreads();
     }

@@ -149,6 +149,10 @@ def accept_steps() -> Iterator[Any]:
                 spoiled=spoiled,
             )  # fmt: skip
             yield AcceptStep(batch, "numpy")
+    # rejected tokens of several segments
+    wide = AcceptBatch.draw(rng, rule="plain", batch=5, num_tokens=33, vocabulary=900)
+    wide.uniform[:] = 0.999
+    yield AcceptStep(wide, "numpy")
     # siblings with one token; rows without mass; a coin on a boundary
     how: dict[str, Any] = {"rule": "plain", "batch": 4}
     twins = AcceptBatch.draw(rng, num_tokens=4, vocabulary=4, **how)
