@@ -56,7 +56,6 @@ _SUBMODULES = frozenset(
         "device",
         "diagnostics",
         "draft_batch",
-        "draft_topk",
         "drawing",
         "env",
         "errors",

@@ -222,6 +222,36 @@ def gated(
     ).to_json()
 
 
+def gated_copies(
+    op: str,
+    shape: Mapping[str, int | float | str],
+    steps: Sequence[Callable[[], None]],
+    repeats: int = REPEATS,
+    **rest: Any,
+) -> dict[str, Any]:
+    """Check one result, and time copies of a step only when it is right.
+
+    Parameters
+    ----------
+    op, shape, rest
+        As for `gated`, without `timing` and `alone`.
+    steps, repeats
+        As for `time_copies`; the first step is also timed in a graph of its own.
+
+    Returns
+    -------
+    dict
+        The fields of a `Record`.
+    """
+    return gated(
+        op,
+        shape,
+        timing=lambda: time_copies(steps, repeats),
+        alone=None if len(steps) == 1 else lambda: time_copies(steps[:1], repeats),
+        **rest,
+    )
+
+
 def names() -> list[str]:
     """Return the names of all benchmarks, sorted."""
     from cuverify import benches

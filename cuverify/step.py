@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from cuverify.buffers import Buffer
-from cuverify.draft_topk import DraftTopk
 from cuverify.errors import ArgumentError
 from cuverify.ops.accept import AcceptBuffers, AcceptGreedy, Argmax
+from cuverify.ops.draft_topk import DraftTopk
 from cuverify.ops.tree_build import TreeBuffers, TreeBuild
 from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
 from cuverify.ops.verify_plan import MAX_TREE_TOKENS, PlanWorkspace, VerifyPlan

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.reference.verify_attention import Attention
-from cuverify.validators.compare import Bounded
+from cuverify.validators.compare import Bounded, Tolerance
 
 FACTOR = 2.0
 """Errors of the same-dtype baseline that are allowed."""
@@ -30,6 +30,9 @@ LARGEST_ROUNDINGS = 3.0
 
 LSE_UNIT = 2.0**-17
 """Likewise of a log-sum-exp, relative to its magnitude and at least 1: 128 roundings to float32."""
+
+DRAFT_LOGPROBS = Tolerance(rtol=2e-6, atol=2e-6)
+"""Of a drafter's log-probabilities in float32, against sums in float64."""
 
 PEER_ROW_ERROR = 0.05
 """Length of the error of a row over the row's, up to which another's kernel is timed beside ours.
@@ -75,6 +78,12 @@ TABLE = (
         "visibility words",
         "equal bit by bit",
         "one wrong bit is one wrong token",
+    ),
+    Entry(
+        "log-probabilities of drafts (fp32)",
+        f"error <= {DRAFT_LOGPROBS.atol:g} + {DRAFT_LOGPROBS.rtol:g} x abs(value); NaN equals NaN "
+        "only",
+        "roundings of one sum, its logarithm and two differences in float32",
     ),
     Entry(
         "attention `out` (bf16), each row of one token and head",

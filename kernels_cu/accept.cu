@@ -20,6 +20,8 @@
 //
 // No host reads, no allocation; every buffer is the caller's.
 
+#include "early.cuh"
+#include "ranked.cuh"
 #include "scan.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
@@ -35,6 +37,14 @@
 #ifndef ARGMAX_THREADS
 #define ARGMAX_THREADS 256
 #endif
+// 16-byte loads of a thread that are under way together
+#ifndef ARGMAX_UNROLL
+#define ARGMAX_UNROLL 5
+#endif
+// blocks of a multiprocessor, so that those loads have registers
+#ifndef ARGMAX_RESIDENT
+#define ARGMAX_RESIDENT 4
+#endif
 #ifndef ACCEPT_THREADS
 #define ACCEPT_THREADS 128
 #endif
@@ -43,9 +53,6 @@
 #endif
 
 namespace {
-
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int LANES = 32;
 
 static_assert(LOGIT_BITS == 16 || LOGIT_BITS == 32, "bfloat16 or float");
 static_assert(ARGMAX_THREADS % 32 == 0 && ARGMAX_THREADS <= 1024, "whole warps, one block");
@@ -61,7 +68,6 @@ constexpr int NONE = -1;
 constexpr int FAULTY = -2;
 
 constexpr int PIECE = 128 / LOGIT_BITS;  // logits of a 16-byte access
-constexpr int UNROLL = 4;
 
 #if LOGIT_BITS == 16
 using Bits = unsigned short;
@@ -69,31 +75,16 @@ __device__ float logit(Bits bits) { return __uint_as_float(static_cast<unsigned>
 __device__ float largest_of(unsigned word) {
     return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
+// The place of a logit in a word of which it is the largest.
+__device__ int place_in(unsigned word, float value) {
+    return __uint_as_float(word << 16) == value ? 0 : 1;
+}
 #else
 using Bits = float;
 __device__ float logit(Bits value) { return value; }
 __device__ float largest_of(unsigned word) { return __uint_as_float(word); }
+__device__ int place_in(unsigned, float) { return 0; }
 #endif
-
-__device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-
-// A value and its place as one number: larger for a larger value, and for a lower place of equal
-// ones. 0 is no value.
-__device__ unsigned long long ranked(float value, unsigned place) {
-    const int bits = __float_as_int(value + 0.0f);
-    const unsigned ordered =
-        static_cast<unsigned>(bits) ^ (static_cast<unsigned>(bits >> 31) | 0x80000000u);
-    return static_cast<unsigned long long>(ordered) << 32 | ~place;
-}
-
-__device__ unsigned long long warp_max(unsigned long long value) {
-#pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-        const unsigned long long other = __shfl_xor_sync(ALL_LANES, value, distance);
-        value = other > value ? other : value;
-    }
-    return value;
-}
 
 // The links of one request's tree, in shared memory.
 struct Tree {
@@ -166,10 +157,12 @@ __device__ void write_path(int b, int n, int path, const Tree& tree, const Path&
 // @param pieces     value int32                 of a row: the grid's x
 // @param best       write uint64 [rows, pieces]  value and place as one number; 0: none above -inf
 // @block ARGMAX_THREADS
-extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
+extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS, ARGMAX_RESIDENT)
     argmax_partials(const Bits* __restrict__ logits, long long row_stride, int rows, int vocab,
                     int pieces, unsigned long long* best) {
-    SHARED_ARRAY(unsigned long long, of_warp, [LANES]);
+    constexpr int WARPS = ARGMAX_THREADS / LANES;
+    SHARED_ARRAY(unsigned long long, of_warp, [WARPS]);
+    early::launch_dependents();
     const int thread = static_cast<int>(threadIdx.x);
     const Bits* row = logits + blockIdx.y * row_stride;
     // what stands in front of the first whole 16 bytes belongs to the first piece, the rest that
@@ -183,39 +176,36 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
 
     float largest = minus_infinity();
     int at = -1;
-    auto meet = [&](uint4 words, int vector) {
-        const float here = fmaxf(fmaxf(largest_of(words.x), largest_of(words.y)),
-                                 fmaxf(largest_of(words.z), largest_of(words.w)));
-        at = here > largest ? vector : at;
-        largest = here > largest ? here : largest;
-    };
-    int vector = begin + thread;
-    for (; vector + (UNROLL - 1) * ARGMAX_THREADS < end; vector += UNROLL * ARGMAX_THREADS) {
-        uint4 words[UNROLL];
+    uint4 held = {0, 0, 0, 0};  // what stands there
+#pragma unroll 1
+    for (int first = begin + thread; first < end; first += ARGMAX_UNROLL * ARGMAX_THREADS) {
+        uint4 words[ARGMAX_UNROLL];
 #pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            words[i] = load128_nc(row + head + (vector + i * ARGMAX_THREADS) * PIECE);
+        for (int i = 0; i < ARGMAX_UNROLL; ++i) {  // the last one again where there are no more
+            const int vector = min(first + i * ARGMAX_THREADS, end - 1);
+            words[i] = load128_nc(row + head + vector * PIECE);
         }
 #pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            meet(words[i], vector + i * ARGMAX_THREADS);
+        for (int i = 0; i < ARGMAX_UNROLL; ++i) {
+            const float here = fmaxf(fmaxf(largest_of(words[i].x), largest_of(words[i].y)),
+                                     fmaxf(largest_of(words[i].z), largest_of(words[i].w)));
+            if (here > largest && first + i * ARGMAX_THREADS < end) {
+                largest = here;
+                at = first + i * ARGMAX_THREADS;
+                held = words[i];
+            }
         }
     }
-    for (; vector < end; vector += ARGMAX_THREADS) {
-        meet(load128_nc(row + head + vector * PIECE), vector);
-    }
-    unsigned long long key = 0;
-    if (at >= 0) {
-        for (int i = 0; i < PIECE && key == 0; ++i) {
-            const int place = head + at * PIECE + i;
-            key = logit(row[place]) == largest ? ranked(largest, static_cast<unsigned>(place)) : 0;
-        }
-    }
+    // 16 bytes go by the place of their first logit until it is known which are the best
+    unsigned long long key = at < 0 ? 0 : ranked(largest, static_cast<unsigned>(head + at * PIECE));
     auto meet_one = [&](int place) {
         const float value = logit(row[place]);
         const unsigned long long other =
             value > minus_infinity() ? ranked(value, static_cast<unsigned>(place)) : 0;
-        key = other > key ? other : key;
+        if (other > key) {
+            key = other;
+            at = -1;
+        }
     };
     if (blockIdx.x == 0 && thread < head) {
         meet_one(thread);
@@ -224,16 +214,26 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
         meet_one(head + vectors * PIECE + thread);
     }
 
-    key = warp_max(key);
+    const unsigned long long of_own = warp_max(key);
     if (thread % LANES == 0) {
-        of_warp[thread / LANES] = key;
+        of_warp[thread / LANES] = of_own;
     }
     __syncthreads();
-    if (thread < LANES) {
-        key = warp_max(thread < ARGMAX_THREADS / LANES ? of_warp[thread] : 0);
-        if (thread == 0) {
-            best[static_cast<long long>(blockIdx.y) * pieces + blockIdx.x] = key;
+    const unsigned long long all = warp_max(thread % LANES < WARPS ? of_warp[thread % LANES] : 0);
+    // one thread has it, or all have none
+    if (key == all && (key != 0 || thread == 0)) {
+        if (at >= 0) {
+            const unsigned words[4] = {held.x, held.y, held.z, held.w};
+            int place = 0;
+#pragma unroll
+            for (int i = 3; i >= 0; --i) {
+                if (largest_of(words[i]) == largest) {
+                    place = i * (PIECE / 4) + place_in(words[i], largest);
+                }
+            }
+            key = ranked(largest, static_cast<unsigned>(head + at * PIECE + place));
         }
+        best[static_cast<long long>(blockIdx.y) * pieces + blockIdx.x] = key;
     }
 }
 
@@ -242,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
 // Launch: any number of blocks; a warp takes a row at a time.
 //
 // @kernel argmax_merge
+// @early
 // @param best   read  uint64 [rows, pieces]  of argmax_partials
 // @param rows   value int32
 // @param pieces value int32
@@ -251,18 +252,21 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
     argmax_merge(const unsigned long long* __restrict__ best, int rows, int pieces,
                  long long* target) {
     constexpr int WARPS = ARGMAX_THREADS / LANES;
+    early::wait_for_dependency();
     const int lane = static_cast<int>(threadIdx.x) % LANES;
     const int warp = static_cast<int>(threadIdx.x) / LANES;
+#pragma unroll 1
     for (int row = static_cast<int>(blockIdx.x) * WARPS + warp; row < rows;
          row += static_cast<int>(gridDim.x) * WARPS) {
         unsigned long long key = 0;
+#pragma unroll 1
         for (int piece = lane; piece < pieces; piece += LANES) {
             const unsigned long long other = best[static_cast<long long>(row) * pieces + piece];
             key = other > key ? other : key;
         }
         key = warp_max(key);
         if (lane == 0) {
-            target[row] = key == 0 ? 0 : static_cast<long long>(~static_cast<unsigned>(key));
+            target[row] = key == 0 ? 0 : place_of(key);
         }
     }
 }
@@ -362,28 +366,63 @@ extern "C" __global__ void __launch_bounds__(ACCEPT_THREADS)
 
 namespace {
 
-constexpr int EACH = 4;  // probabilities of a lane
-constexpr int AHEAD = 4;
+constexpr int EACH = 8;  // probabilities of a lane
+constexpr int AHEAD = 2;
 constexpr int SEGMENT = LANES * EACH;  // of a warp: neighbours
 constexpr int SAMPLE_WARPS = SAMPLE_THREADS / LANES;
 
-// What a token may still be drawn with.
+// What tokens may still be drawn with.
 struct Rest {
     const float* target;
     const float* draft;   // subtracted; or nullptr
     const int* rejected;  // tokens that are out; none where `draft` is given
     int rejections;
 
-    __device__ float operator()(int token) const {
-        const float weight = target[token] - (draft == nullptr ? 0.0f : draft[token]);
-        bool out = !(weight > 0.0f && weight <= 3.4028235e38f);
-#pragma unroll 1
-        for (int i = 0; i < rejections; ++i) {
-            out |= rejected[i] == token;
+    // Weights of the tokens first, first + step, ..., the rejected ones among them. All loads are
+    // under way before the first is waited for.
+    __device__ void read(float (&weights)[EACH], int first, int step, int vocab) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int token = first + i * step;
+            weights[i] = token < vocab ? target[token] : 0.0f;
         }
-        return out ? 0.0f : weight;
+        if (draft != nullptr) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int token = first + i * step;
+                weights[i] -= token < vocab ? draft[token] : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            weights[i] = weights[i] > 0.0f && weights[i] <= 3.4028235e38f ? weights[i] : 0.0f;
+        }
+    }
+    // Takes out those that were rejected.
+    __device__ void reject(float (&weights)[EACH], int first, int step) const {
+#pragma unroll 1
+        for (int r = 0; r < rejections; ++r) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                weights[i] = rejected[r] == first + i * step ? 0.0f : weights[i];
+            }
+        }
     }
 };
+
+// The sum of all weights of a warp, in float64.
+__device__ double warp_sum(const float (&weights)[EACH]) {
+    double sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        sum += weights[i];
+    }
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    }
+    return sum;
+}
 
 // The first token at which the sum of weights exceeds `uniform` times the whole; the last one with a
 // weight where rounding passes it by; -1 where none has a weight. Sums are in float64. All threads
@@ -392,32 +431,41 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
                     int* found) {
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % LANES;
+    const int warp = thread / LANES;
     const int count = (vocab + SEGMENT - 1) / SEGMENT;
-    // the loads of several segments are under way before the first sum
-    for (int begin = thread / LANES; begin < count; begin += AHEAD * SAMPLE_WARPS) {
+#pragma unroll 1
+    for (int begin = warp; begin < count; begin += AHEAD * SAMPLE_WARPS) {
         float weights[AHEAD][EACH];
 #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ++ahead) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int segment = begin + ahead * SAMPLE_WARPS;
-                const int token = segment * SEGMENT + lane * EACH + i;
-                weights[ahead][i] = token < vocab ? rest(token) : 0.0f;
-            }
+            const int segment = begin + ahead * SAMPLE_WARPS;
+            rest.read(weights[ahead], segment * SEGMENT + lane, LANES, vocab);
         }
 #pragma unroll
         for (int ahead = 0; ahead < AHEAD; ++ahead) {
-            double sum = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                sum += weights[ahead][i];
-            }
-#pragma unroll
-            for (int distance = LANES / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-            }
             const int segment = begin + ahead * SAMPLE_WARPS;
+            const double sum = warp_sum(weights[ahead]);
             if (lane == 0 && segment < count) {
+                segments[segment] = sum;
+            }
+        }
+    }
+    __syncthreads();
+    // Segments with rejected tokens are few: each is summed anew, for the first of its tokens.
+#pragma unroll 1
+    for (int r = warp; r < rest.rejections; r += SAMPLE_WARPS) {
+        const int segment = rest.rejected[r] / SEGMENT;
+        bool again = rest.rejected[r] < 0;  // a token outside the vocabulary
+#pragma unroll 1
+        for (int other = 0; other < r; ++other) {
+            again |= rest.rejected[other] >= 0 && rest.rejected[other] / SEGMENT == segment;
+        }
+        if (!again) {
+            float weights[EACH];
+            rest.read(weights, segment * SEGMENT + lane, LANES, vocab);
+            rest.reject(weights, segment * SEGMENT + lane, LANES);
+            const double sum = warp_sum(weights);
+            if (lane == 0) {
                 segments[segment] = sum;
             }
         }
@@ -429,6 +477,7 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
     }
     __syncthreads();
     double all = 0;
+#pragma unroll 1
     for (int begin = 0; begin < count; begin += SAMPLE_THREADS) {
         double sum;
         block::inclusive_sum(begin + thread < count ? segments[begin + thread] : 0.0, scratch, sum);
@@ -436,6 +485,7 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
     }
     const double wanted = static_cast<double>(uniform) * all;
     double before = 0;
+#pragma unroll 1
     for (int begin = 0; begin < count; begin += SAMPLE_THREADS) {
         const int segment = begin + thread;
         const double own = segment < count ? segments[segment] : 0.0;
@@ -458,10 +508,11 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
     if (segment >= 0 && thread < LANES) {
         float weights[EACH];
         double own = 0;
+        const int beginning = segment * SEGMENT + lane * EACH;
+        rest.read(weights, beginning, 1, vocab);
+        rest.reject(weights, beginning, 1);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int token = segment * SEGMENT + lane * EACH + i;
-            weights[i] = token < vocab ? rest(token) : 0.0f;
             own += weights[i];
         }
         double end = own;
@@ -476,7 +527,7 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             at += weights[i];
-            const int token = segment * SEGMENT + lane * EACH + i;
+            const int token = beginning + i;
             first = weights[i] > 0 && at > wanted ? min(first, token) : first;
             last = weights[i] > 0 ? token : last;
         }
@@ -487,9 +538,7 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
         }
     }
     __syncthreads();
-    const int token = found[2];
-    __syncthreads();
-    return token;
+    return found[2];  // written again behind the first barrier of another call
 }
 
 }  // namespace
@@ -536,8 +585,8 @@ __device__ int draw(const Rest& rest, int vocab, float uniform, double* segments
 // @param accept_token_num write  int32 [batch]           its nodes without the root
 // @param status           write  int32 [batch, 2]        code, node; -1
 // @block SAMPLE_THREADS
-// @shared 32 * n + 4 * path + 8 * ceil_div(vocab, 128) + 160
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
+// @shared 36 * n + 4 * path + 8 * ceil_div(vocab, 256) + 176
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     accept_sampled(const long long* __restrict__ candidates,
                    const long long* __restrict__ retrieve_index,
                    const long long* __restrict__ next_token,
@@ -554,6 +603,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
     CARVE(cursor, int, parent, n);
     CARVE(cursor, int, tokens, n);         // -1 outside the vocabulary
     CARVE(cursor, float, probability, n);  // of each node's token behind its parent
+    CARVE(cursor, float, coins, n);
     CARVE(cursor, int, next, n);
     CARVE(cursor, int, rejected, n);
     CARVE(cursor, int, nodes, path);
@@ -572,6 +622,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
         tokens[node] = token < 0 || token >= vocab ? -1 : static_cast<int>(token);
         next[node] = NONE;
         parent[node] = n;
+        coins[node] = uniform[first + node];
     }
     __syncthreads();
     // Who is whose child, so that all probabilities are fetched side by side. A node in several
@@ -602,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
         while (place[node] >= 0) {
             nodes[all.length++] = node;
             rejections = 0;
-            const float coin = uniform[first + node];
+            const float coin = coins[node];
             float sum = 0.0f;
             double exact = 0.0;
             int at = all.length < path ? child[node] : NONE;

@@ -20,10 +20,11 @@
 // above 0 counts as 0. Tokens are copied, whatever they are, repeated ones too.
 //
 // How. One warp grows the tree: a chain of siblings has one candidate at a time, so candidates are
-// as many as nodes, and lane l keeps those of parents l, l + 32, ... in registers. While the warp
-// finds the largest mass, each lane works out what would follow its own best candidate. Then all
-// warps write. Kept is what a path has lost, the mass with its sign changed: never below 0, so that
-// its bits as a whole number are in its order; infinite where there is no candidate.
+// as many as nodes, and lane l keeps those of parents l, l + 32, ...: all of them in registers where
+// they are few, else the best one, the others in shared memory. While the warp finds the largest
+// mass, each lane works out what would follow its own best candidate. Then all warps write. Kept is
+// what a path has lost, the mass with its sign changed: never below 0, so that its bits as a whole
+// number are in its order; infinite where there is no candidate.
 //
 // Loops that a small tree runs once or twice are not unrolled: in a step all of the text is read from
 // memory once, and that takes longer than it saves.
@@ -42,9 +43,13 @@
 #ifndef SEQ_INDEX
 #define SEQ_INDEX int
 #endif
-// candidates of a lane: n is at most 32 SLOTS + 1
+// candidates that a lane has in registers: n is at most 32 SLOTS + 1, if they are not in
+// shared memory
 #ifndef SLOTS
 #define SLOTS 2
+#endif
+#ifndef IN_SHARED
+#define IN_SHARED 0
 #endif
 #ifndef TREE_THREADS
 #define TREE_THREADS 128
@@ -110,6 +115,41 @@ __device__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 constexpr unsigned TWINS = 0x80000000u;               // a bit that no family has
 constexpr long long INFINITE = 0x7ff0000000000000ll;  // bits of what no candidate has lost
 
+// What follows a candidate that has lost `least`.
+struct Followers {
+    double sibling, child;
+
+    __device__ Followers(const double* scores, long long least, Node own) {
+        const double loss = __longlong_as_double(least);
+        sibling = loss + scores[own.at()] - scores[own.at() + 1];
+        child = loss - scores[own.next()];
+    }
+};
+
+// The smallest of the numbers of a warp's lanes whose high words, `lowest`, are equal.
+__device__ long long least_of(long long lost, int lowest) {
+    const unsigned low = static_cast<int>(lost >> 32) == lowest ? static_cast<unsigned>(lost) : ~0u;
+    return static_cast<long long>(lowest) << 32 | __reduce_min_sync(ALL_LANES, low);
+}
+
+// Of a warp's lanes that have a candidate (`winner` is their own number, else LANES), the one whose
+// path of ranks comes first, and its candidate.
+__device__ void settle(const Node* nodes, Node& taken, int& winner) {
+#pragma unroll 1
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        const Node other = {__shfl_xor_sync(ALL_LANES, taken.family, distance),
+                            __shfl_xor_sync(ALL_LANES, taken.place, distance)};
+        const int owner = __shfl_xor_sync(ALL_LANES, winner, distance);
+        if (owner < LANES && owner != winner &&
+            (winner == LANES || precedes(nodes, other, taken))) {
+            taken = other;
+            winner = owner;
+        }
+    }
+}
+
+#if !IN_SHARED
+
 // Grows a tree in one warp; returns its nodes. `scores` has `depth` rows of `stride`, none above 0,
 // the last of each row and two behind all rows -inf. `nodes` has room for n.
 __device__ int grow(const double* scores, int depth, int stride, int n, Node* nodes) {
@@ -140,13 +180,7 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         }
         const int high = static_cast<int>(least >> 32);
         const int lowest = __reduce_min_sync(ALL_LANES, high);
-        double sibling, child;
-        auto look_ahead = [&] {
-            const double loss = __longlong_as_double(least);
-            sibling = loss + scores[own.at()] - scores[own.at() + 1];
-            child = loss - scores[own.next()];
-        };
-        look_ahead();
+        Followers followers(scores, least, own);
         int equals = 0;
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
@@ -158,14 +192,12 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         int winner = LANES - 1 - __clz(static_cast<int>(tied));
         Node taken = {__shfl_sync(ALL_LANES, told, winner),
                       __shfl_sync(ALL_LANES, own.place, winner)};
-        long long below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
+        long long below = __shfl_sync(ALL_LANES, __double_as_longlong(followers.child), winner);
         if ((tied & (tied - 1)) != 0 || (taken.family & TWINS) != 0) {
             if (lowest == static_cast<int>(INFINITE >> 32)) {
                 break;
             }
-            const unsigned low = __reduce_min_sync(
-                ALL_LANES, high == lowest ? static_cast<unsigned>(least) : 0xffffffffu);
-            const long long best = static_cast<long long>(lowest) << 32 | low;
+            const long long best = least_of(least, lowest);
             __syncwarp();  // the nodes that lane 0 has written
             bool has = false;
 #pragma unroll
@@ -175,21 +207,11 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
                     own = candidates[j];
                 }
             }
-            look_ahead();
+            followers = Followers(scores, least, own);
             taken = own;
             winner = has ? lane : LANES;
-#pragma unroll 1
-            for (int distance = LANES / 2; distance > 0; distance /= 2) {
-                const Node other = {__shfl_xor_sync(ALL_LANES, taken.family, distance),
-                                    __shfl_xor_sync(ALL_LANES, taken.place, distance)};
-                const int owner = __shfl_xor_sync(ALL_LANES, winner, distance);
-                if (owner < LANES && owner != winner &&
-                    (winner == LANES || precedes(nodes, other, taken))) {
-                    taken = other;
-                    winner = owner;
-                }
-            }
-            below = __shfl_sync(ALL_LANES, __double_as_longlong(child), winner);
+            settle(nodes, taken, winner);
+            below = __shfl_sync(ALL_LANES, __double_as_longlong(followers.child), winner);
         }
         if (lane == 0) {
             nodes[size] = taken;
@@ -201,7 +223,7 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
         for (int j = 0; j < SLOTS; ++j) {
             const int slot = j * LANES + lane;
             if (lane == winner && slot == own.parent()) {
-                lost[j] = __double_as_longlong(sibling);
+                lost[j] = __double_as_longlong(followers.sibling);
                 candidates[j] = {static_cast<unsigned>(slot) | static_cast<unsigned>(size) << 16,
                                  taken.place + 1};
             }
@@ -213,6 +235,99 @@ __device__ int grow(const double* scores, int depth, int stride, int n, Node* no
     }
     return size;
 }
+
+#else
+
+// As above, with the candidates in shared memory: `lost` and `candidates` have LANES places for each
+// lane, those of lane l from l LANES on; lane j alone reads and writes the j-th of them. A lane knows
+// the best of its own. A step changes two of them: the lane of the parent finds its best anew, all
+// lanes helping; that of the new node's first child compares it with what it has.
+__device__ int grow(const double* scores, int depth, int stride, int n, Node* nodes,
+                    long long* lost, Node* candidates) {
+    const int lane = static_cast<int>(threadIdx.x) % LANES;
+    const int behind = depth * stride;  // all rows
+    long long least = lane == 0 ? __double_as_longlong(0.0 - scores[0]) : INFINITE;
+    Node own = lane == 0 ? Node::of(0, 0, 0, stride) : Node::of(0, 0, behind, behind);
+    if (lane == 0) {
+        nodes[0] = {0, 0};
+    }
+#pragma unroll 1
+    for (int at = lane; at < LANES * LANES; at += LANES) {
+        lost[at] = INFINITE;
+        candidates[at] = Node::of(0, 0, behind, behind);
+    }
+    // The lane that has the least, by its path where several have it, and LANES where none has a
+    // candidate; all lanes get the same one.
+    const auto first_lane = [&](long long here, Node candidate) {
+        const int high = static_cast<int>(here >> 32);
+        const int lowest = __reduce_min_sync(ALL_LANES, high);
+        const unsigned tied = __ballot_sync(ALL_LANES, high == lowest);
+        int winner = __ffs(static_cast<int>(tied)) - 1;
+        if (lowest == static_cast<int>(INFINITE >> 32)) {
+            winner = LANES;
+        } else if ((tied & (tied - 1)) != 0) {
+            const long long best = least_of(here, lowest);
+            winner = here == best ? lane : LANES;
+            settle(nodes, candidate, winner);
+        }
+        return winner;
+    };
+    int size = 1;
+#pragma unroll 1
+    for (; size < n; ++size) {
+        const Followers followers(scores, least, own);
+        const int winner = first_lane(least, own);
+        if (winner == LANES) {
+            break;
+        }
+        const Node taken = {__shfl_sync(ALL_LANES, own.family, winner),
+                            __shfl_sync(ALL_LANES, own.place, winner)};
+        const long long beside =
+            __shfl_sync(ALL_LANES, __double_as_longlong(followers.sibling), winner);
+        const long long below =
+            __shfl_sync(ALL_LANES, __double_as_longlong(followers.child), winner);
+        // What is behind the last rank or depth has lost everything; its place stays in the table.
+        const int parent = taken.parent();
+        const Node next = {static_cast<unsigned>(parent) | static_cast<unsigned>(size) << 16,
+                           taken.place + 1};
+        const Node under = Node::of(size, 0, taken.next(), min(taken.next() + stride, behind));
+        const int owner = size % LANES;
+        // The candidates of the winner, one for each lane that helps; two of them are new.
+        long long here = lost[winner * LANES + lane];
+        Node candidate = candidates[winner * LANES + lane];
+        const bool is_next = lane == parent / LANES;
+        const bool is_under = winner == owner && lane == size / LANES;
+        here = is_next ? beside : is_under ? below : here;
+        candidate.family = is_next ? next.family : is_under ? under.family : candidate.family;
+        candidate.place = is_next ? next.place : is_under ? under.place : candidate.place;
+        if (lane == 0) {
+            nodes[size] = taken;
+        }
+        if (is_next) {
+            lost[winner * LANES + lane] = beside;
+            candidates[winner * LANES + lane] = next;
+        }
+        if (lane == size / LANES) {
+            lost[owner * LANES + lane] = below;
+            candidates[owner * LANES + lane] = under;
+        }
+        __syncwarp();
+        const int best = first_lane(here, candidate) % LANES;
+        here = __shfl_sync(ALL_LANES, here, best);
+        candidate = {__shfl_sync(ALL_LANES, candidate.family, best),
+                     __shfl_sync(ALL_LANES, candidate.place, best)};
+        bool better = lane == owner && lane != winner && below < least;
+        if (lane == owner && lane != winner && below == least && below != INFINITE) {
+            better = precedes(nodes, under, own);
+        }
+        least = better ? below : lane == winner ? here : least;
+        own.family = better ? under.family : lane == winner ? candidate.family : own.family;
+        own.place = better ? under.place : lane == winner ? candidate.place : own.place;
+    }
+    return size;
+}
+
+#endif
 
 // What all trees are written as.
 struct Views {
@@ -319,7 +434,7 @@ __device__ void write_status(int* status, int b, unsigned fault) {
 // @param sizes          write int32 [batch]                  nodes of each tree
 // @param status         write int32 [batch, 2]               code; depth x k + rank at fault, or -1
 // @block TREE_THREADS
-// @shared 16 * depth * (k + 1) + 16 * n + 96
+// @shared 16 * depth * (k + 1) + 16 * n + 16384 * IN_SHARED + 128
 extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     tree_build(const float* __restrict__ logprobs, const TOKEN_INDEX* __restrict__ token_ids,
                const long long* __restrict__ root_tokens, const SEQ_INDEX* __restrict__ seq_lens,
@@ -333,6 +448,10 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     CARVE(cursor, double, scores, places + 2);
     CARVE(cursor, long long, ids, places);
     CARVE(cursor, Node, nodes, n);
+#if IN_SHARED
+    CARVE(cursor, long long, lost, LANES* LANES);
+    CARVE(cursor, Node, candidates, LANES * LANES);
+#endif
     CARVE(cursor, int, children, n);
     CARVE(cursor, int, siblings, n);
     SHARED_ARRAY(unsigned, fault, [1]);
@@ -386,7 +505,11 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
         atomicMin(&fault[0], own_fault);
     }
     if (thread < LANES) {
+#if IN_SHARED
+        const int size = grow(scores, depth, stride, n, nodes, lost, candidates);
+#else
         const int size = grow(scores, depth, stride, n, nodes);
+#endif
         if (thread == 0) {
             grown[0] = size;
         }

@@ -14,6 +14,7 @@
 //
 // No host reads, no allocation; every buffer is the caller's.
 
+#include "early.cuh"
 #include "scan.cuh"
 #include "shared.cuh"
 
@@ -92,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS_THREADS)
                   KV_BOUND* kv_indptr, QO_INDEX* qo_indptr, long long* mask_indptr, int* status) {
     SHARED_ARRAY(long long, scratch, [block::MAX_WARPS]);
     SHARED_ARRAY(unsigned, fault, [1]);
+    early::launch_dependents();
     const int thread = static_cast<int>(threadIdx.x);
     if (thread == 0) {
         fault[0] = 0xffffffffu;
@@ -163,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS_THREADS)
 // lengths.
 //
 // @kernel verify_slots
+// @early
 // @param kv_indptr        read   KV_BOUND [batch + 1]  of verify_bounds
 // @param req_pool_indices read   POOL_INDEX [batch]    rows of req_to_token
 // @param req_to_token     read   int32 [*, *] stride=(row_stride, 1)  slots by request and position
@@ -177,19 +180,29 @@ extern "C" __global__ void __launch_bounds__(SLOTS_THREADS)
                  const POOL_INDEX* __restrict__ req_pool_indices,
                  const int* __restrict__ req_to_token, const long long* __restrict__ out_cache_loc,
                  long long row_stride, int batch, int n, KV_INDEX* __restrict__ kv_indices) {
-    constexpr int CHUNK = 8 * SLOTS_THREADS;  // consecutive positions of a block
+    constexpr int EACH = 8;
+    constexpr int CHUNK = EACH * SLOTS_THREADS;  // consecutive positions of a block
+    early::wait_for_dependency();
     const long long total = static_cast<long long>(kv_indptr[batch]);
+#pragma unroll 1
     for (long long chunk = blockIdx.x; chunk * CHUNK < total; chunk += gridDim.x) {
-        long long at = chunk * CHUNK + threadIdx.x;
-        const long long end = min((chunk + 1) * CHUNK, total);
-        // the last request that begins at or in front of `at`
+        const long long first = chunk * CHUNK + threadIdx.x;
+        // the last request that begins at or in front of `first`
         int b = 0;
         int beyond = batch;
         while (beyond - b > 1) {
             const int middle = (b + beyond) / 2;
-            (static_cast<long long>(kv_indptr[middle]) <= at ? b : beyond) = middle;
+            (static_cast<long long>(kv_indptr[middle]) <= first ? b : beyond) = middle;
         }
-        for (; at < end; at += SLOTS_THREADS) {
+        // all loads of a thread are under way before the first is waited for
+        KV_INDEX slots[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const long long at = first + i * SLOTS_THREADS;
+            if (at >= total) {
+                break;
+            }
+#pragma unroll 1
             while (at >= static_cast<long long>(kv_indptr[b + 1])) {
                 ++b;
             }
@@ -198,10 +211,17 @@ extern "C" __global__ void __launch_bounds__(SLOTS_THREADS)
                                                 static_cast<long long>(kv_indptr[b]) - n);
             const int* row =
                 req_to_token + static_cast<long long>(req_pool_indices[b]) * row_stride;
-            kv_indices[at] =
+            slots[i] =
                 static_cast<KV_INDEX>(out_cache_loc != nullptr && draft >= 0
                                           ? out_cache_loc[static_cast<long long>(b) * n + draft]
                                           : row[position]);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const long long at = first + i * SLOTS_THREADS;
+            if (at < total) {
+                kv_indices[at] = slots[i];
+            }
         }
     }
 }

@@ -1,10 +1,10 @@
 // The plan of a verify step, made on the device from lengths that live there: once a step, not once
 // a layer. Its outputs are static buffers, so that a replayed graph follows other lengths.
 //
-//   verify_plan     cuts the attention of all requests into pieces of equal cost, one list of them
-//                   for each block that will run verify_partials, and says which partials belong
-//                   together.
-//   verify_kv_list  gathers the slots of all prefixes from `req_to_token` (where nobody else has).
+// One block cuts the attention of all requests into pieces of equal cost, one list of them for each
+// block that will run verify_partials, and says which partials belong together. The others gather the
+// slots of all prefixes from `req_to_token`, where nobody else has: they wait for nothing, since every
+// block reads and judges all requests by itself.
 //
 // The work. Request b has T = qo_indptr[b+1] - qo_indptr[b] tree tokens (0 to max_tree) and a
 // prefix of seq_lens[b] KV rows. Its T x HEADS query rows are R_b = ceil(T x HEADS / 64) row tiles,
@@ -51,7 +51,11 @@
 // Bounds: at most max_row_tiles + num_ctas - 1 entries of work, with max_row_tiles the sum of all
 // R_b, fewer than num_ctas row tiles that are cut, and fewer than 2 num_ctas partial slots.
 //
-// Both kernels: no host reads, no allocation; every buffer is the caller's.
+// Text is short here on purpose: the kernel runs once a step, and most of what it takes is reading
+// itself from memory. So quotients come by way of float64, loops are not unrolled where they are not
+// long, and what two passes have in common stands once.
+//
+// No host reads, no allocation; every buffer is the caller's.
 
 #include "scan.cuh"
 #include "shared.cuh"
@@ -96,11 +100,13 @@
 #ifndef PLAN_THREADS
 #define PLAN_THREADS 256
 #endif
-#ifndef LIST_THREADS
-#define LIST_THREADS 256
-#endif
 
 namespace {
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr int LANES = 32;
+constexpr int WARPS = PLAN_THREADS / LANES;
+constexpr unsigned NO_FAULT = 0xffffffffu;
 
 constexpr int ROW_TILE = 64;
 constexpr int TILE = 16;
@@ -122,10 +128,6 @@ constexpr int BAD_POOL_WIDTH = 5;  // seq_lens[b] is longer than a row of req_to
 constexpr int BAD_CAPACITY = 6;    // the prefixes do not fit kv_indices
 constexpr int CODES = 8;
 
-struct Entry {
-    int request, row_tile, begin, end, slot, splits;
-};
-
 // One request as it is planned: 16 bytes in shared memory.
 struct Request {
     int tokens, prefix;
@@ -136,58 +138,54 @@ struct Request {
     __device__ long long cost() const { return START_ROWS + rows(); }  // of a bundle
 };
 
-__device__ long long round_up(long long value, long long unit) {
-    return (value + unit - 1) / unit * unit;
+// The floor of a quotient that is below 2^16, by way of float32, where it is off by one at most.
+__device__ int quotient(long long value, long long divisor) {
+    const int near =
+        static_cast<int>(__fdividef(static_cast<float>(value), static_cast<float>(divisor)));
+    const long long rest = value - near * divisor;
+    return near + (rest >= divisor ? 1 : 0) - (rest < 0 ? 1 : 0);
 }
 
-__device__ int greatest_common_divisor(int a, int b) {
-    while (b != 0) {
-        const int rest = a % b;
-        a = b;
-        b = rest;
-    }
-    return a;
+// The same of any quotient of numbers up to 2^52, by way of float64.
+__device__ long long long_quotient(long long value, int divisor) {
+    const long long near =
+        static_cast<long long>(static_cast<double>(value) * (1.0 / static_cast<double>(divisor)));
+    const long long rest = value - near * divisor;
+    return near + (rest >= divisor ? 1 : 0) - (rest < 0 ? 1 : 0);
 }
 
-__device__ long long integer_root(long long value) {
-    long long root = static_cast<long long>(sqrtf(static_cast<float>(value)));
-    while (root * root > value) {
-        --root;
-    }
-    while ((root + 1) * (root + 1) <= value) {
-        ++root;
-    }
+__device__ unsigned integer_root(unsigned value) {                            // below 2^31
+    unsigned root = static_cast<unsigned>(sqrtf(static_cast<float>(value)));  // off by one at most
+    root -= root * root > value ? 1 : 0;
+    root += (root + 1) * (root + 1) <= value ? 1 : 0;
     return root;
 }
 
 // A bundle on the axis and the cuts that it keeps.
 struct Bundle {
-    long long start;
-    long long quota;
-    int first_cut;  // kept cuts are first_cut, ..., last_cut; none where last_cut < first_cut
+    long long first_row;  // where its first KV row lies
+    int first_cut;        // kept cuts are first_cut, ..., last_cut; none where last_cut < first_cut
     int last_cut;
     int team;  // of the first piece
     int prefix;
 
-    __device__ Bundle(const Request& request, long long at, long long between)
-        : start(at), quota(between), prefix(request.prefix) {
+    __device__ Bundle(const Request& request, int number, long long quota)
+        : first_row(request.start + number * request.cost() + START_ROWS), prefix(request.prefix) {
         // LEAST_ROWS rows in front; behind the cut LEAST_ROWS rows, of which one is the prefix's
         const long long highest = min(request.prefix - 1ll, request.rows() - LEAST_ROWS);
-        first_cut = static_cast<int>(round_up(start + START_ROWS + LEAST_ROWS, quota) / quota);
+        first_cut = quotient(first_row + LEAST_ROWS + quota - 1, quota);
         last_cut = first_cut - 1;
         if (highest >= 0) {
             const long long last = highest / TILE * TILE + TILE - 1;  // rounds down to `highest`
-            last_cut = max(last_cut, static_cast<int>((start + START_ROWS + last) / quota));
+            last_cut = max(last_cut, quotient(first_row + last, quota));
         }
-        const int last_team = static_cast<int>((start + request.cost() - 1) / quota);
-        team = min(first_cut - 1, last_team);
+        team = min(first_cut - 1, quotient(first_row + request.rows() - 1, quota));
     }
 
     __device__ int cuts() const { return last_cut - first_cut + 1; }
     // The KV row of a cut that is kept; the end of the prefix behind the last one.
-    __device__ int row(int cut) const {
-        return cut > last_cut ? prefix
-                              : static_cast<int>((cut * quota - start - START_ROWS) / TILE * TILE);
+    __device__ int row(int cut, long long quota) const {
+        return cut > last_cut ? prefix : static_cast<int>((cut * quota - first_row) / TILE * TILE);
     }
 };
 
@@ -196,6 +194,7 @@ template <class At>
 __device__ int find(int count, long long at, const At& start) {
     int low = 0;
     int high = count;
+#pragma unroll 1
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         (start(middle) <= at ? low : high) = middle;
@@ -203,24 +202,99 @@ __device__ int find(int count, long long at, const At& start) {
     return low;
 }
 
-// What the threads share while they plan.
+// Of all requests.
 struct Totals {
     unsigned fault;  // request x CODES + code of the first one; all ones where there is none
-    int divisor;     // of all R_b
-    int longest;     // prefix + tree
-    int width;
+    int fewest;      // row tiles of a request that has some
+    int most;
+    int longest;  // rows of a prefix and its tree
 };
+
+// What requests add up to.
+struct Sums {
+    long long cost;  // of all row tiles
+    int row_tiles;
+    unsigned listed;  // rows of the prefixes; all ones where they are more than that
+
+    __device__ static Sums of(const Request& request) {
+        return {request.row_tiles() * request.cost(), request.row_tiles(),
+                static_cast<unsigned>(request.prefix)};
+    }
+    __device__ void add(const Sums& other) {
+        cost += other.cost;
+        row_tiles += other.row_tiles;
+        listed = min(listed, ~other.listed) + other.listed;
+    }
+    __device__ Sums shuffled(int lane) const {
+        return {__shfl_sync(ALL_LANES, cost, lane), __shfl_sync(ALL_LANES, row_tiles, lane),
+                __shfl_sync(ALL_LANES, listed, lane)};
+    }
+    // Over this lane and all before it in its warp, of which the first `count` have something.
+    __device__ void accumulate(int count) {
+        const int lane = static_cast<int>(threadIdx.x) % LANES;
+#pragma unroll 1
+        for (int distance = 1; distance < count; distance *= 2) {
+            const Sums before = shuffled(max(lane - distance, 0));
+            if (lane >= distance) {
+                add(before);
+            }
+        }
+    }
+};
+
+// Row tiles that divide those of all requests, in one warp.
+__device__ int common_divisor(const Request* requests, int batch) {
+    const auto greatest = [](int a, int b) {
+#pragma unroll 1
+        while (b != 0) {
+            const int rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return a;
+    };
+    int divisor = 0;
+#pragma unroll 1
+    for (int b = static_cast<int>(threadIdx.x) % LANES; b < batch; b += LANES) {
+        divisor = greatest(divisor, requests[b].row_tiles());
+    }
+#pragma unroll 1
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        divisor = greatest(divisor, __shfl_xor_sync(ALL_LANES, divisor, distance));
+    }
+    return divisor;
+}
+
+// The width of a team where all row tiles are multiples of `divisor`, in one warp.
+__device__ int width_of(int divisor, int num_ctas) {
+#pragma unroll 1
+    for (int top = min(divisor, num_ctas); top > 0; top -= LANES) {
+        const int width = top - static_cast<int>(threadIdx.x) % LANES;
+        const bool fits =
+            width > 0 && divisor % max(width, 1) == 0 && num_ctas % max(width, 1) * 8 <= num_ctas;
+        const unsigned fitting = __ballot_sync(ALL_LANES, fits);
+        if (fitting != 0) {
+            return top + 1 - __ffs(static_cast<int>(fitting));
+        }
+    }
+    return 1;
+}
 
 }  // namespace
 
 // Plans a step.
 //
-// Launch: one block of PLAN_THREADS threads, whatever the batch.
+// Launch: one block that plans, and with `req_to_token` any number of further ones that gather: the
+// grid need not know the lengths. kv_indices[kv_indptr[b] + p] is token p of row req_pool_indices[b].
+// What stands there behind kv_indptr[batch] is left alone, and so is what a row holds behind its
+// prefix.
 //
 // @kernel verify_plan
 // @param seq_lens          read  SEQ_INDEX [batch]     rows of each prefix, without the tree
 // @param qo_indptr         read  QO_INDEX [batch + 1]  bounds of each request's tree tokens
 // @param req_pool_indices? read  POOL_INDEX [batch]    rows of req_to_token; None: no list is made
+// @param req_to_token?     read  int32 [*, *] stride=(row_stride, 1)  slots by request and position
+// @param row_stride        value int64                 elements from row to row
 // @param batch             value int32                 requests, padded ones included
 // @param max_tokens        value int32                 most tree tokens of all requests
 // @param max_tree          value int32                 most tree tokens of one request, up to 256
@@ -234,76 +308,148 @@ struct Totals {
 // @param combine_indptr    write int32 [num_ctas + 1]  bounds of each cut row tile's slots
 // @param combine_tiles     write int32 [num_ctas, 2]   request, row tile; -1 behind the last
 // @param kv_indptr?        write int32 [batch + 1]     bounds of each prefix in kv_indices
+// @param kv_indices?       update KV_INDEX [*]         slots of all prefixes
 // @param status            write int32 [4]             code, request, value's low and high word
 // @block PLAN_THREADS
-// @shared 16 * (batch + 1) + 4 * (batch + 1) + 12 * (num_ctas + 1) + 64
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+// @shared 32 * batch + 12 * (num_ctas + 1) + 128
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     verify_plan(const SEQ_INDEX* __restrict__ seq_lens, const QO_INDEX* __restrict__ qo_indptr,
-                const POOL_INDEX* __restrict__ req_pool_indices, int batch, int max_tokens,
-                int max_tree, int num_ctas, int max_work, long long pool_rows, long long pool_width,
-                long long kv_capacity, int* work, int* cta_work, int* combine_indptr,
-                int* combine_tiles, int* kv_indptr, int* status) {
+                const POOL_INDEX* __restrict__ req_pool_indices,
+                const int* __restrict__ req_to_token, long long row_stride, int batch,
+                int max_tokens, int max_tree, int num_ctas, int max_work, long long pool_rows,
+                long long pool_width, long long kv_capacity, int* work, int* cta_work,
+                int* combine_indptr, int* combine_tiles, int* kv_indptr,
+                KV_INDEX* __restrict__ kv_indices, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, Request, requests, batch + 1);
-    CARVE(cursor, int, ordinals, batch + 1);      // bundles before each request
-    CARVE(cursor, int, kept_cuts, num_ctas + 1);  // before each cut
-    CARVE(cursor, int, cut_bundles,
-          num_ctas + 1);                       // bundles whose first kept cut is before each cut
-    CARVE(cursor, int, pieces, num_ctas + 1);  // of each team, then before each team
-    SHARED_ARRAY(long long, scratch, [block::MAX_WARPS]);
+    CARVE(cursor, long long, places, batch);      // of each prefix in req_to_token, less its bound
+    CARVE(cursor, int, ordinals, batch);          // bundles before each request
+    CARVE(cursor, int, bounds, batch + 1);        // of the prefixes
+    CARVE(cursor, unsigned, kept, num_ctas + 1);  // before each cut: kept ones, their bundles << 16
+    CARVE(cursor, int, cut_bundles, num_ctas);    // the bundle of a cut that is kept, else -1
+    CARVE(cursor, int, firsts, num_ctas + 1);     // bundles that begin before each team's pieces
+    SHARED_ARRAY(Sums, sums, [WARPS]);
+    SHARED_ARRAY(unsigned, scratch, [block::MAX_WARPS]);
     SHARED_ARRAY(Totals, all_totals, [1]);
     Totals& totals = all_totals[0];
     const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % LANES;
+    const int warp = thread / LANES;
 
     if (thread == 0) {
-        totals = {0xffffffffu, 0, 0, 1};
+        totals = {NO_FAULT, MAX_ROW_TILES + 1, 0, 0};
+        bounds[0] = 0;
     }
-    for (int team = thread; team <= num_ctas; team += PLAN_THREADS) {
-        pieces[team] = 0;
-    }
-    __syncthreads();
 
     // Read and judge.
-    long long kv_total = 0;
+    Sums all = {0, 0, 0};
+    unsigned fault = NO_FAULT;
+    int fewest = MAX_ROW_TILES + 1;
+    int most = 0;
+    int longest = 0;
+#pragma unroll 1
     for (int first = 0; first < batch; first += PLAN_THREADS) {
         const int b = first + thread;
-        long long length = 0;
+        Request request = {0, 0, 0};
+        long long row = 0;
         if (b < batch) {
-            length = static_cast<long long>(seq_lens[b]);
+            const long long length = static_cast<long long>(seq_lens[b]);
             const long long begin = static_cast<long long>(qo_indptr[b]);
             const long long end = static_cast<long long>(qo_indptr[b + 1]);
-            int code = PLANNED;
-            if (length < 0 || length > MAX_ROWS) {
-                code = BAD_LENGTH;
-            } else if (end < begin || end - begin > max_tree) {
-                code = BAD_TREE;
-            } else if ((b == 0 && begin != 0) || end > max_tokens) {
-                code = BAD_TOKENS;
-            } else if (req_pool_indices != nullptr) {
-                const long long row = static_cast<long long>(req_pool_indices[b]);
-                code = row < 0 || row >= pool_rows ? BAD_POOL_ROW
-                       : length > pool_width       ? BAD_POOL_WIDTH
-                                                   : PLANNED;
+            const bool listed = req_pool_indices != nullptr;
+            row = listed ? static_cast<long long>(req_pool_indices[b]) : 0;
+            const bool bad_tokens = (b == 0 && begin != 0) || end > max_tokens;
+            const int code = length < 0 || length > MAX_ROWS           ? BAD_LENGTH
+                             : end < begin || end - begin > max_tree   ? BAD_TREE
+                             : bad_tokens                              ? BAD_TOKENS
+                             : listed && (row < 0 || row >= pool_rows) ? BAD_POOL_ROW
+                             : listed && length > pool_width           ? BAD_POOL_WIDTH
+                                                                       : PLANNED;
+            if (code == PLANNED) {
+                request = {static_cast<int>(end - begin), static_cast<int>(length), 0};
+            } else {
+                fault = min(fault, static_cast<unsigned>(b * CODES + code));
             }
-            if (code != PLANNED) {
-                length = 0;
-                atomicMin(&totals.fault, static_cast<unsigned>(b * CODES + code));
+        }
+        Sums own = Sums::of(request);
+        const int count = min(batch - first, PLAN_THREADS);
+        const int last = min(count, LANES) - 1;  // lane, of a warp that has requests
+        own.accumulate(last + 1);
+        if (lane == last) {
+            sums[warp] = own;
+        }
+        __syncthreads();
+        const int warps = (count + LANES - 1) / LANES;
+        Sums of_warps = sums[min(lane, warps - 1)];
+        of_warps.accumulate(warps);
+        Sums before = of_warps.shuffled(max(warp - 1, 0));
+        if (warp == 0) {
+            before = {0, 0, 0};
+        }
+        before.add(all);
+        own.add(before);
+        all.add(of_warps.shuffled(warps - 1));
+        if (b < batch) {
+            if (request.prefix > 0 && own.listed > kv_capacity) {
+                fault = min(fault, static_cast<unsigned>(b * CODES + BAD_CAPACITY));
             }
-            const int tokens = code == PLANNED ? static_cast<int>(end - begin) : 0;
-            requests[b] = {tokens, static_cast<int>(length), 0};
+            const int row_tiles = request.row_tiles();
+            fewest = row_tiles > 0 ? min(fewest, row_tiles) : fewest;
+            most = max(most, row_tiles);
+            longest = max(longest, static_cast<int>(request.rows()));
+            request.start = own.cost - row_tiles * request.cost();
+            requests[b] = request;
+            ordinals[b] = own.row_tiles - row_tiles;  // of row tiles, not yet of bundles
+            bounds[b + 1] = static_cast<int>(min(static_cast<long long>(own.listed), kv_capacity));
+            places[b] = row * row_stride - (own.listed - request.prefix);
         }
-        long long sum;
-        const long long kv_end = kv_total + block::inclusive_sum(length, scratch, sum);
-        if (b < batch && length > 0 && kv_end > kv_capacity) {
-            atomicMin(&totals.fault, static_cast<unsigned>(b * CODES + BAD_CAPACITY));
-        }
-        if (b < batch && kv_indptr != nullptr) {
-            kv_indptr[b + 1] = static_cast<int>(min(kv_end, kv_capacity));
-        }
-        kv_total += sum;
+        __syncthreads();
+    }
+    fault = __reduce_min_sync(ALL_LANES, fault);
+    fewest = __reduce_min_sync(ALL_LANES, fewest);
+    most = __reduce_max_sync(ALL_LANES, most);
+    longest = __reduce_max_sync(ALL_LANES, longest);
+    if (lane == 0) {
+        atomicMin(&totals.fault, fault);
+        atomicMin(&totals.fewest, fewest);
+        atomicMax(&totals.most, most);
+        atomicMax(&totals.longest, longest);
     }
     __syncthreads();
-    const bool planned = totals.fault == 0xffffffffu;
+    const bool planned = totals.fault == NO_FAULT;
+
+    if (blockIdx.x > 0) {  // Gather.
+        constexpr int EACH = 8;
+        constexpr unsigned CHUNK = EACH * PLAN_THREADS;  // consecutive positions of a block
+        const unsigned total = planned ? static_cast<unsigned>(bounds[batch]) : 0;
+#pragma unroll 1
+        for (unsigned chunk = (blockIdx.x - 1) * CHUNK; chunk < total;
+             chunk += (gridDim.x - 1) * CHUNK) {
+            int b = find(batch, chunk + threadIdx.x, [&](int i) { return bounds[i]; });
+            // all loads of a thread are under way before the first is waited for
+            int slots[EACH];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const unsigned at = chunk + i * PLAN_THREADS + threadIdx.x;
+                if (at < total) {
+#pragma unroll 1
+                    while (at >= static_cast<unsigned>(bounds[b + 1])) {
+                        ++b;
+                    }
+                    slots[i] = req_to_token[places[b] + at];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const unsigned at = chunk + i * PLAN_THREADS + threadIdx.x;
+                if (at < total) {
+                    kv_indices[at] = static_cast<KV_INDEX>(slots[i]);
+                }
+            }
+        }
+        return;
+    }
+
     if (thread == 0) {
         long long value = 0;
         const int code = planned ? PLANNED : static_cast<int>(totals.fault % CODES);
@@ -331,234 +477,149 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         status[1] = b;
         status[2] = static_cast<int>(value & 0xffffffffll);
         status[3] = static_cast<int>(value >> 32);
-        if (kv_indptr != nullptr) {
-            kv_indptr[0] = 0;
-        }
     }
-    if (!planned) {
-        for (int b = thread; b < batch; b += PLAN_THREADS) {
-            requests[b] = {0, 0, 0};
-            if (kv_indptr != nullptr) {
-                kv_indptr[b + 1] = 0;
-            }
+    if (kv_indptr != nullptr) {
+#pragma unroll 1
+        for (int b = thread; b <= batch; b += PLAN_THREADS) {
+            kv_indptr[b] = planned ? bounds[b] : 0;
         }
     }
 
-    // The width of a team.
-    int divisor = 0;
-    int longest = 0;
+    // Teams: how wide, how many, and how much is for each.
+    const int divisor = !planned                       ? 0
+                        : totals.fewest == totals.most ? totals.most
+                                                       : common_divisor(requests, batch);
+    const int width = width_of(divisor, num_ctas);
+    const int bundles = planned ? all.row_tiles / width : 0;
+    const double of_width = 1.0 / width;  // of numbers that are multiples of it
+    const auto narrowed = [&](long long cost) {
+        return static_cast<long long>(rint(static_cast<double>(cost) * of_width));
+    };
+    const long long axis = planned ? narrowed(all.cost) : 0;
+#pragma unroll 1
     for (int b = thread; b < batch; b += PLAN_THREADS) {
-        divisor = greatest_common_divisor(divisor, requests[b].row_tiles());
-        longest = max(longest, static_cast<int>(requests[b].rows()));
+        requests[b].start = narrowed(requests[b].start);
+        ordinals[b] /= width;
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        divisor = greatest_common_divisor(divisor, __shfl_xor_sync(0xffffffffu, divisor, distance));
-        longest = max(longest, __shfl_xor_sync(0xffffffffu, longest, distance));
-    }
-    if (thread % 32 == 0) {
-        scratch[thread / 32] = static_cast<long long>(divisor) << 32 | longest;
-    }
-    __syncthreads();
-    if (thread == 0) {
-        for (int warp = 0; warp < PLAN_THREADS / 32; ++warp) {
-            totals.divisor =
-                greatest_common_divisor(totals.divisor, static_cast<int>(scratch[warp] >> 32));
-            totals.longest = max(totals.longest, static_cast<int>(scratch[warp] & 0x7fffffff));
-        }
-    }
-    __syncthreads();
-    for (int candidate = thread + 1; candidate <= min(num_ctas, MAX_ROW_TILES);
-         candidate += PLAN_THREADS) {
-        if (totals.divisor % candidate == 0 && num_ctas % candidate * 8 <= num_ctas) {
-            atomicMax(&totals.width, candidate);
-        }
-    }
-    __syncthreads();
-    const int width = totals.divisor == 0 ? 1 : totals.width;
-    // Where the bundles of each request start, on the axis and in number.
-    long long axis = 0;
-    long long bundles = 0;
-    for (int first = 0; first < batch; first += PLAN_THREADS) {
-        const int b = first + thread;
-        const int own = b < batch ? requests[b].row_tiles() / width : 0;
-        const long long cost = b < batch ? own * requests[b].cost() : 0;
-        long long sum;
-        const long long cost_end = axis + block::inclusive_sum(cost, scratch, sum);
-        axis += sum;
-        const long long bundle_end =
-            bundles + block::inclusive_sum(static_cast<long long>(own), scratch, sum);
-        bundles += sum;
-        if (b < batch) {
-            requests[b].start = cost_end - cost;
-            ordinals[b] = static_cast<int>(bundle_end) - own;
-        }
-    }
-    if (thread == 0) {
-        requests[batch] = {0, 0, axis};
-        ordinals[batch] = static_cast<int>(bundles);
-    }
-    const long long root = (ROOT_HALVES * integer_root(totals.longest) + 1) / 2;
-    const auto quota_of = [&](int count) {
-        const long long share = (axis + count - 1) / count;
-        const long long least = max(max(share, root), static_cast<long long>(LEAST_ROWS));
-        return round_up(least, least <= 8 * GRAIN ? GRAIN : TILE);
-    };
     const int all_teams = num_ctas / width;
-    const bool halves = all_teams >= 2 && quota_of(all_teams / 2) <= HALVES_ROWS;
-    const int blocks = halves ? 2 : 1;  // that take the same entries
-    const int teams = all_teams / blocks;
-    const long long quota = quota_of(teams);
+    const long long root =
+        (ROOT_HALVES * integer_root(static_cast<unsigned>(planned ? totals.longest : 0)) + 1) / 2;
+    int blocks = HALVES_ROWS > 0 && all_teams >= 2 ? 2 : 1;  // that take the same entries
+    int teams;
+    long long share;
+#pragma unroll 1
+    for (;; --blocks) {
+        teams = all_teams / blocks;
+        share = long_quotient(axis + teams - 1, teams);
+        share = max(max(share, root), static_cast<long long>(LEAST_ROWS));
+        share = share > 8 * GRAIN ? (share + TILE - 1) / TILE * TILE
+                                  : (static_cast<int>(share) + GRAIN - 1) / GRAIN * GRAIN;
+        if (blocks == 1 || share <= HALVES_ROWS) {
+            break;
+        }
+    }
     __syncthreads();
 
-    // The bundle in which a point of the axis lies.
-    const auto bundle_at = [&](long long at, int& b, int& number) {
-        b = find(batch, at, [&](int i) { return requests[i].start; });
-        number = static_cast<int>((at - requests[b].start) / requests[b].cost());
-        return Bundle(requests[b], requests[b].start + number * requests[b].cost(), quota);
-    };
-
-    // Count the cuts that are kept: kept_cuts[k] and cut_bundles[k] are those before cut k.
-    long long counted = 0;  // both in one word: kept cuts below, bundles above
+    // The cuts that are kept.
+    unsigned counted = 0;
+#pragma unroll 1
     for (int first = 0; first < teams; first += PLAN_THREADS) {
         const int cut = first + thread;
-        long long here = 0;
-        if (cut < teams && cut * quota < axis) {
-            int b, number;
-            const Bundle bundle = bundle_at(cut * quota, b, number);
-            const bool kept = bundle.first_cut <= cut && cut <= bundle.last_cut;
-            here = kept ? 1 + (static_cast<long long>(cut == bundle.first_cut) << 32) : 0;
+        const long long at = cut * share;
+        unsigned here = 0;
+        if (cut < teams) {
+            int bundle = -1;
+            int beginning = bundles;
+            if (at < axis) {
+                const int b = find(batch, at, [&](int i) { return requests[i].start; });
+                const Request request = requests[b];
+                const int number = quotient(at - request.start, request.cost());
+                const Bundle own(request, number, share);
+                // earlier bundles end in front of this team's share, later ones begin in it
+                beginning = ordinals[b] + number + (own.team < cut ? 1 : 0);
+                if (own.first_cut <= cut && cut <= own.last_cut) {
+                    bundle = ordinals[b] + number;
+                    here = cut == own.first_cut ? 1u << 16 | 1u : 1u;
+                }
+            }
+            cut_bundles[cut] = bundle;
+            firsts[cut] = beginning;
         }
-        long long sum;
-        const long long before = counted + block::inclusive_sum(here, scratch, sum) - here;
+        unsigned sum;
+        const unsigned end = counted + block::inclusive_sum(here, scratch, sum);
         counted += sum;
         if (cut < teams) {
-            kept_cuts[cut] = static_cast<int>(before & 0xffffffffll);
-            cut_bundles[cut] = static_cast<int>(before >> 32);
+            kept[cut] = end - here;
         }
     }
     if (thread == 0) {
-        kept_cuts[teams] = static_cast<int>(counted & 0xffffffffll);
-        cut_bundles[teams] = static_cast<int>(counted >> 32);
+        kept[teams] = counted;
+        firsts[teams] = bundles;
     }
     __syncthreads();
 
-    // Write the piece that starts at a cut, or where `cut` is below the bundle's first one, the
-    // bundle's first piece.
-    const auto write_piece = [&](int b, int number, int cut, const Bundle& bundle) {
-        const bool is_first = cut < bundle.first_cut;
+    // Write the pieces, one row tile a thread: those that begin their bundles, and those of the cuts.
+#pragma unroll 1
+    for (int i = thread; i < (bundles + teams) * width; i += PLAN_THREADS) {
+        const int item = i / width;
+        const int side = i - item * width;
+        const bool is_first = item < bundles;
+        const int ordinal = is_first ? item : cut_bundles[item - bundles];
+        if (ordinal < 0) {
+            continue;
+        }
+        const int b = find(batch, ordinal, [&](int at) { return ordinals[at]; });
+        const int number = ordinal - ordinals[b];
+        const Bundle bundle(requests[b], number, share);
+        const int cut = is_first ? bundle.first_cut - 1 : item - bundles;
         const int cuts = bundle.cuts();
-        const int ahead = kept_cuts[min(bundle.first_cut, teams)];  // kept cuts of earlier bundles
-        const int cut_ahead = cut_bundles[min(bundle.first_cut, teams)];
-        const int within = is_first ? 0 : cut - bundle.first_cut + 1;
-        const int piece = ordinals[b] + number + ahead + within;
-        const int begin = is_first ? 0 : bundle.row(cut);
-        const int end = bundle.row(is_first ? bundle.first_cut : cut + 1);
-        atomicAdd(&pieces[is_first ? bundle.team : cut], 1);
-        for (int lane = 0; lane < width; ++lane) {
-            const int slots = width * (ahead + cut_ahead) + lane * (cuts + 1);
-            const int row_tile = number * width + lane;
-            int* to = work + (static_cast<long long>(piece) * width + lane) * 6;
-            to[0] = b;
-            to[1] = row_tile;
-            to[2] = begin;
-            to[3] = end;
-            to[4] = cuts == 0 ? -1 : slots + within;
-            to[5] = cuts + 1;
-            if (is_first && cuts > 0) {
-                const int tile = width * cut_ahead + lane;
-                combine_tiles[2 * tile] = b;
-                combine_tiles[2 * tile + 1] = row_tile;
-                combine_indptr[tile] = slots;
-            }
-        }
-    };
-    for (int i = thread; i < static_cast<int>(bundles); i += PLAN_THREADS) {
-        const int b = find(batch, i, [&](int at) { return ordinals[at]; });
-        const int number = i - ordinals[b];
-        const Bundle bundle(requests[b], requests[b].start + number * requests[b].cost(), quota);
-        write_piece(b, number, bundle.first_cut - 1, bundle);
-    }
-    for (int cut = thread; cut < teams && cut * quota < axis; cut += PLAN_THREADS) {
-        int b, number;
-        const Bundle bundle = bundle_at(cut * quota, b, number);
-        if (bundle.first_cut <= cut && cut <= bundle.last_cut) {
-            write_piece(b, number, cut, bundle);
+        const unsigned earlier = kept[min(bundle.first_cut, teams)];
+        const int ahead = static_cast<int>(earlier & 0xffffu);  // kept cuts of earlier bundles
+        const int cut_ahead = static_cast<int>(earlier >> 16);  // those of them that are cut
+        const int within = cut - bundle.first_cut + 1;
+        const int slots = width * (ahead + cut_ahead) + side * (cuts + 1);
+        const int row_tile = number * width + side;
+        int* to = work + (static_cast<long long>(ordinal + ahead + within) * width + side) * 6;
+        to[0] = b;
+        to[1] = row_tile;
+        to[2] = is_first ? 0 : bundle.row(cut, share);
+        to[3] = bundle.row(cut + 1, share);
+        to[4] = cuts == 0 ? -1 : slots + within;
+        to[5] = cuts + 1;
+        if (is_first && cuts > 0) {
+            const int tile = width * cut_ahead + side;
+            combine_tiles[2 * tile] = b;
+            combine_tiles[2 * tile + 1] = row_tile;
+            combine_indptr[tile] = slots;
         }
     }
-    __syncthreads();
 
-    // Each team's entries.
-    const int total_pieces = static_cast<int>(bundles) + kept_cuts[teams];
-    long long before = 0;
-    for (int first = 0; first < teams; first += PLAN_THREADS) {
-        const int team = first + thread;
-        const long long own = team < teams ? pieces[team] : 0;
-        long long sum;
-        const long long end = before + block::inclusive_sum(own, scratch, sum);
-        before += sum;
-        if (team < teams) {
-            for (int lane = 0; lane < width; ++lane) {
-                for (int half = 0; half < blocks; ++half) {
-                    int* to = cta_work + ((team * width + lane) * blocks + half) * 4;
-                    to[0] = static_cast<int>(end - own) * width + lane;
-                    to[1] = static_cast<int>(end) * width;
-                    to[2] = width;
-                    to[3] = halves ? half + 1 : 0;
-                }
-            }
-        }
-    }
-    for (int cta = teams * width * blocks + thread; cta < num_ctas; cta += PLAN_THREADS) {
+    // Each team's entries: pieces of the cuts before it, and those that begin bundles.
+    const auto pieces_before = [&](int team) {
+        return static_cast<int>(kept[team] & 0xffffu) + firsts[team];
+    };
+#pragma unroll 1
+    for (int cta = thread; cta < num_ctas; cta += PLAN_THREADS) {
+        const int place = cta / blocks;  // among the teams' row tiles
+        const int team = place / width;
+        const int side = place - team * width;
         int* to = cta_work + cta * 4;
-        to[0] = to[1] = to[3] = 0;
+        to[0] = team < teams ? pieces_before(team) * width + side : 0;
+        to[1] = team < teams ? pieces_before(team + 1) * width : 0;
         to[2] = width;
+        to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
     }
-    for (int i = total_pieces * width * 6 + thread; i < max_work * 6; i += PLAN_THREADS) {
+    const int kept_cuts = static_cast<int>(counted & 0xffffu);
+    const int cut_tiles = width * static_cast<int>(counted >> 16);
+#pragma unroll 1
+    for (int i = (bundles + kept_cuts) * width * 6 + thread; i < max_work * 6; i += PLAN_THREADS) {
         work[i] = -1;
     }
-    const int cut_tiles = width * cut_bundles[teams];
+#pragma unroll 1
     for (int tile = cut_tiles + thread; tile <= num_ctas; tile += PLAN_THREADS) {
-        combine_indptr[tile] = width * (kept_cuts[teams] + cut_bundles[teams]);
+        combine_indptr[tile] = width * kept_cuts + cut_tiles;
         if (tile < num_ctas) {
             combine_tiles[2 * tile] = combine_tiles[2 * tile + 1] = -1;
-        }
-    }
-}
-
-// Gathers the slots of all prefixes, one behind the other: kv_indices[kv_indptr[b] + p] is token p
-// of row req_pool_indices[b] of req_to_token. What stands there behind kv_indptr[batch] is left
-// alone, and so is what a row holds behind its prefix.
-//
-// Launch: any number of blocks of LIST_THREADS threads, after verify_plan on the same stream; the
-// grid need not know the lengths.
-//
-// @kernel verify_kv_list
-// @param kv_indptr        read   int32 [batch + 1]   of verify_plan
-// @param req_pool_indices read   POOL_INDEX [batch]  rows of req_to_token
-// @param req_to_token     read   int32 [*, *] stride=(row_stride, 1)  slots by request and position
-// @param row_stride       value  int64               elements from row to row
-// @param batch            value  int32               requests
-// @param kv_indices       update KV_INDEX [*]        slots of all prefixes
-// @block LIST_THREADS
-extern "C" __global__ void __launch_bounds__(LIST_THREADS)
-    verify_kv_list(const int* __restrict__ kv_indptr,
-                   const POOL_INDEX* __restrict__ req_pool_indices,
-                   const int* __restrict__ req_to_token, long long row_stride, int batch,
-                   KV_INDEX* __restrict__ kv_indices) {
-    constexpr int CHUNK = 8 * LIST_THREADS;  // consecutive positions of a block
-    const int total = kv_indptr[batch];
-    for (long long chunk = blockIdx.x; chunk * CHUNK < total; chunk += gridDim.x) {
-        long long at = chunk * CHUNK + threadIdx.x;
-        const long long end = min((chunk + 1) * CHUNK, static_cast<long long>(total));
-        int b = find(batch, at, [&](int i) { return kv_indptr[i]; });
-        for (; at < end; at += LIST_THREADS) {
-            while (at >= kv_indptr[b + 1]) {
-                ++b;
-            }
-            const int* row =
-                req_to_token + static_cast<long long>(req_pool_indices[b]) * row_stride;
-            kv_indices[at] = row[at - kv_indptr[b]];
         }
     }
 }

@@ -383,7 +383,7 @@ def test_a_coin_falls_on_the_next_token_at_a_boundary(xp: Target) -> None:
 
 
 def test_the_kernels_need_no_local_memory() -> None:
-    for arch in ("sm_80", "sm_120"):
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
         for name, kernel in accept_kernels().items():
             resources = kernel.compile(arch).resources[name]
             assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), resources

@@ -110,12 +110,12 @@ PLANTED = [
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
-    Mutant("slots of two row tiles meet", PLAN, "lane * (cuts + 1)", "lane * cuts", ("numbers", "race")),
-    Mutant("an entry is done by nobody", PLAN, "to[0] = static_cast<int>(end - own) * width + lane;", "to[0] = static_cast<int>(end - own) * width + lane + width;", ("numbers",)),
-    Mutant("an entry is done twice", PLAN, "to[1] = static_cast<int>(end) * width;", "to[1] = static_cast<int>(end) * width + width;", ("race", "out-of-bounds", "numbers")),
-    Mutant("halves are not told apart", PLAN, "halves ? half + 1 : 0", "0", ("race",)),
-    Mutant("halves of several teams meet", PLAN, "(team * width + lane) * blocks + half", "team * width + lane + half", ("numbers", "race")),
-    Mutant("bounds of the prefixes are not sums", PLAN, "kv_total += sum;", "", ("numbers", "status", "out-of-bounds")),
+    Mutant("slots of two row tiles meet", PLAN, "side * (cuts + 1)", "side * cuts", ("numbers", "race")),
+    Mutant("an entry is done by nobody", PLAN, "pieces_before(team) * width + side : 0;", "pieces_before(team) * width + side + width : 0;", ("numbers",)),
+    Mutant("an entry is done twice", PLAN, "pieces_before(team + 1) * width : 0;", "pieces_before(team + 1) * width + width : 0;", ("race", "out-of-bounds", "numbers")),
+    Mutant("halves are not told apart", PLAN, "blocks == 2 ? cta % 2 + 1 : 0", "false ? 1 : 0", ("race",)),
+    Mutant("halves of several teams meet", PLAN, "const int place = cta / blocks;", "const int place = cta - cta % 2;", ("numbers", "race")),
+    Mutant("bounds of the prefixes are not sums", PLAN, "all.add(of_warps.shuffled(warps - 1));", "", ("numbers", "status", "out-of-bounds")),
 ]  # fmt: skip
 
 MUTANTS = [
@@ -153,14 +153,15 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
 
         return kernels_of
 
+    def planner(**values: int | str) -> Kernel:
+        return Kernel(kernels[PLAN].with_values(**values), "verify_plan")
+
     monkeypatch.setattr(
         attention_op,
         "verify_attention_kernels",
         made(ATTENTION, ("verify_partials", "verify_combine")),
     )
-    monkeypatch.setattr(
-        plan_op, "verify_plan_kernels", made(PLAN, ("verify_plan", "verify_kv_list"))
-    )
+    monkeypatch.setattr(plan_op, "verify_plan_kernel", planner)
     kinds: set[str] = set()
     for spoil, batch, how in STEPS:
         step = VerifyStep(batch, gather=True, **how)

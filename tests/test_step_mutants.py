@@ -19,21 +19,25 @@ from cuverify.validators.compare import compare_all, host_array
 import cuverify
 from cuverify.accept_batch import AcceptBatch
 from cuverify.cases.accept import AcceptStep
+from cuverify.cases.draft_topk import CASE as TOPK_CASE
+from cuverify.cases.draft_topk import DraftTopkStep, LogitsBatch
 from cuverify.cases.tree_build import TreeBuildStep
 from cuverify.cases.verify_lists import ListsBatch, VerifyListsStep
 from cuverify.draft_batch import DraftBatch, ParentsBatch
 from cuverify.errors import CheckerError
 from cuverify.kernel import Kernel
 from cuverify.ops import accept as accept_op
+from cuverify.ops import draft_topk as topk_op
 from cuverify.ops import tree_build as tree_op
 from cuverify.ops import verify_lists as lists_op
 from cuverify.sources import KernelSource
 
-TREE, ACCEPT, LISTS = "tree_build", "accept", "verify_lists"
+TREE, ACCEPT, LISTS, TOPK = "tree_build", "accept", "verify_lists", "draft_topk"
 NAMES = {
     TREE: (tree_op, "tree_kernels", tuple(tree_op.tree_kernels())),
     ACCEPT: (accept_op, "accept_kernels", tuple(accept_op.accept_kernels())),
     LISTS: (lists_op, "list_kernels", tuple(lists_op.list_kernels())),
+    TOPK: (topk_op, "draft_topk_kernels", tuple(topk_op.draft_topk_kernels())),
 }
 
 
@@ -72,6 +76,8 @@ PLANTED = [
     Mutant("ties go the other way", TREE, "return a.at() < b.at();", "return a.at() > b.at();"),
     Mutant("ties within a lane are not seen", TREE, "equals > 1", "false"),
     Mutant("low words are not compared", TREE, "if (lost[j] == best &&", "if (static_cast<int>(lost[j] >> 32) == lowest &&"),
+    Mutant("a first child waits behind its equals", TREE, "precedes(nodes, under, own)", "false"),
+    Mutant("a first child is forgotten", TREE, "const bool is_under = winner == owner &&", "const bool is_under = false &&"),
     Mutant("a sibling adds before it subtracts", TREE, "loss + scores[own.at()] - scores[own.at() + 1]", "loss - scores[own.at() + 1] + scores[own.at()]"),
     Mutant("rows of scores do not end", TREE, "level < depth ? level * stride + k : places + level - depth", "places + min(level, 1)"),
     Mutant("a score above 0 counts", TREE, "min(score[i], 0.0f)", "score[i]"),
@@ -84,17 +90,23 @@ PLANTED = [
     Mutant("the last brother wins", ACCEPT, "while (found >= 0 && tokens[found] != wanted) {", "while (found >= 0 && (tokens[found] != wanted || sibling[found] >= 0)) {"),
     Mutant("the path is one too long", ACCEPT, "all.length < path ? found : NONE", "all.length <= path ? found : NONE"),
     Mutant("a repeated token counts twice", ACCEPT, "exact += again ? 0.0f : p;", "exact += p;"),
-    Mutant("what was rejected may be drawn", ACCEPT, "out |= rejected[i] == token;", ""),
+    Mutant("what was rejected may be drawn", ACCEPT, "rejected[r] == first + i * step ? 0.0f : weights[i]", "weights[i]"),
     Mutant("the boundary belongs to the token in front", ACCEPT, "weights[i] > 0 && at > wanted", "weights[i] > 0 && at >= wanted"),
     Mutant("NaN is the largest logit", ACCEPT, "value > minus_infinity() ?", "!(value <= minus_infinity()) ?"),
-    Mutant("the higher of equal places", ACCEPT, "| ~place;", "| place;"),
+    Mutant("the last of equal words", ACCEPT, "for (int i = 3; i >= 0; --i) {", "for (int i = 0; i < 4; ++i) {"),
+    Mutant("a NaN is among the best", TOPK, "place < end && values[i] == values[i];", "place < end;"),
+    Mutant("what is behind a piece counts", TOPK, "values[i] = place < end ? logit(row[place]) : minus_infinity();", "values[i] = place < vocab ? logit(row[place]) : minus_infinity();"),
+    Mutant("an earlier tile is forgotten", TOPK, "first > begin && thread < k ? board.best[thread] : 0;", "0;"),
+    Mutant("sums keep an earlier largest", TOPK, "sum *= weight(largest, now);", ""),
+    Mutant("what is taken is taken again", TOPK, "keys[i] == winner ? 0 : keys[i];", "keys[i];"),
+    Mutant("sums of pieces are not scaled", TOPK, " * weight(sums[2 * piece], largest);", ";"),
     Mutant("drafts stand one too early", LISTS, "static_cast<long long>(kv_indptr[b]) - n);", "static_cast<long long>(kv_indptr[b]) - n - 1);"),
     Mutant("a mask's part is not judged", LISTS, "first + size <= mask_bytes &&", "true &&"),
     Mutant("padding bits are seen", LISTS, "if (inside && column < n) {", "if (inside && column < 8 * columns) {"),
     Mutant("32-bit bounds of masks", LISTS, "mask_indptr[b + 1] = n * (end + nodes);", "mask_indptr[b + 1] = static_cast<int>(n * (end + nodes));"),
 ]  # fmt: skip
 
-MUTANTS = [*PLANTED, *each_barrier(TREE), *each_barrier(ACCEPT), *each_barrier(LISTS)]
+MUTANTS = [*PLANTED, *(mutant for stem in NAMES for mutant in each_barrier(stem))]
 
 
 def tree_steps() -> Iterator[Any]:
@@ -110,6 +122,12 @@ def tree_steps() -> Iterator[Any]:
         )
         drafts.logprobs[0, 0, 0] = 3.0
         yield TreeBuildStep(drafts, "numpy", mode=mode)
+    # candidates in shared memory
+    for kind, depth, k, n in (("ties", 5, 9, 290), ("flat", 5, 4, 260), ("sure", 6, 6, 258)):
+        drafts = DraftBatch.draw(
+            np.random.default_rng(n), batch=2, depth=depth, k=k, num_tokens=n, kind=kind, longest=3
+        )
+        yield TreeBuildStep(drafts, "numpy")
     # two in one lane are the only ones that are equal: about one tree in 50
     drafts = DraftBatch.draw(
         np.random.default_rng(0), batch=120, depth=15, k=2, num_tokens=65, kind="ties", longest=1
@@ -131,6 +149,10 @@ def accept_steps() -> Iterator[Any]:
                 spoiled=spoiled,
             )  # fmt: skip
             yield AcceptStep(batch, "numpy")
+    # rejected tokens of several segments
+    wide = AcceptBatch.draw(rng, rule="plain", batch=5, num_tokens=33, vocabulary=900)
+    wide.uniform[:] = 0.999
+    yield AcceptStep(wide, "numpy")
     # siblings with one token; rows without mass; a coin on a boundary
     how: dict[str, Any] = {"rule": "plain", "batch": 4}
     twins = AcceptBatch.draw(rng, num_tokens=4, vocabulary=4, **how)
@@ -146,6 +168,16 @@ def accept_steps() -> Iterator[Any]:
     quarters.scores[:] = 0.25
     quarters.uniform_final[:] = 0.5
     yield AcceptStep(quarters, "numpy")
+
+
+def topk_steps() -> Iterator[Any]:
+    rng = np.random.default_rng(3)
+    small = {"TOPK_THREADS": 64, "TOPK_EACH": 2}
+    for kind, k, pieces in (
+        ("free", 16, 2), ("ties", 3, 1), ("spoiled", 64, 3), ("masked", 5, 1), ("flat", 7, 4),
+    ):  # fmt: skip
+        batch = LogitsBatch.draw(rng, (2, 3, 700), k, kind=kind, bf16=k % 2 == 0)
+        yield DraftTopkStep(batch, "numpy", pieces=pieces, values=small)
 
 
 def lists_steps() -> Iterator[Any]:
@@ -164,6 +196,7 @@ STEPS: dict[str, Callable[[], Iterator[Any]]] = {
     TREE: tree_steps,
     ACCEPT: accept_steps,
     LISTS: lists_steps,
+    TOPK: topk_steps,
 }
 
 
@@ -184,7 +217,8 @@ def caught(stem: str, text: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
         except CheckerError as error:
             return error.reports[0].kind
         outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
-        wrong = compare_all(outputs, step.expected())
+        tolerances = TOPK_CASE.tolerances if stem == TOPK else None
+        wrong = compare_all(outputs, step.expected(), tolerances)
         if wrong:
             return str(wrong[0])
     if stem == LISTS:

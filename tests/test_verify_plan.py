@@ -24,7 +24,7 @@ from cuverify.ops.verify_plan import (
     VerifyPlan,
     max_row_tiles,
     plan_workspace,
-    verify_plan_kernels,
+    verify_plan_kernel,
 )
 from cuverify.reference import verify_plan as oracle
 from cuverify.verify_variants import VARIANTS, VariantName
@@ -350,7 +350,7 @@ def test_the_plan_recovers_from_a_fault() -> None:
 def test_kernel_op_and_oracle_number_the_faults_alike() -> None:
     import re
 
-    text = verify_plan_kernels()[0].source.text
+    text = verify_plan_kernel().source.text
     in_kernel = dict(re.findall(r"constexpr int ([A-Z_]+) = (\d+);", text))
     for code in PlanCode:
         assert in_kernel[code.name] == str(int(code))
@@ -397,6 +397,13 @@ class Gathered:
 @pytest.mark.parametrize("lens", [[1], [0], [5, 0, 0, 7], [3000, 1, 900], [17] * 40, [0, 5000]])
 def test_slots_are_gathered(lens: list[int], index: Any, xp: Target) -> None:
     Gathered(lens, xp, index).assert_right()
+
+
+@gpu
+@pytest.mark.parametrize("lens", [[1_000_000], [400_000, 1, *[7000] * 85, 4999]])
+def test_a_million_slots_are_gathered(lens: list[int]) -> None:
+    assert sum(lens) == 1_000_000
+    Gathered(lens, "torch-cuda", capacity=0).assert_right()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -448,9 +455,8 @@ def test_room_for_every_row_tile(trees: list[int], heads: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_registers_do_not_spill(arch: str) -> None:
-    for kernel in verify_plan_kernels():
-        resources = kernel.compile(arch).resources[kernel.name]
-        assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), resources
+    resources = verify_plan_kernel().compile(arch).resources["verify_plan"]
+    assert (resources.spill_store_bytes, resources.stack_bytes) == (0, 0), resources
 
 
 def arguments(**other: Any) -> dict[str, Any]:

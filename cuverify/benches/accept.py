@@ -1,19 +1,24 @@
 """How long acceptance takes: argmax over the vocabulary, the greedy walk, the sampled one.
 
-A vocabulary of 163,840 tokens, as Kimi K2 has it. In one replayed graph with a cold L2 cache;
-beside argmax and the walk what torch and a Python loop take for the same. The floor of argmax is
-reading the logits, at copy speed; a walk reads so little that the launch is what counts.
+A vocabulary of 163,840 tokens, as Kimi K2 has it. `us` is one of them among others: copies over
+buffers of their own in one replayed graph, with a cold L2 cache. Beside argmax and the walk stands
+what torch and a Python loop take for the same. The floors of argmax are reading the logits at copy
+speed, and what it took in the same run to read them and do nothing else; a walk reads so little
+that the launch is what counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cuverify.bench import copy_floor_us, gated, time_calls, time_graph
+from cuverify.bench import copy_floor_us, gated, gated_copies, time_calls
+from cuverify.benches.verify_attention import judge_reading
+from cuverify.comparison import READING
 
 VOCABULARY = 163_840
 SHAPES = ((1, 17), (1, 65), (1, 257), (16, 65), (64, 65))
@@ -21,7 +26,9 @@ SHAPES = ((1, 17), (1, 65), (1, 257), (16, 65), (64, 65))
 
 MOST_ROWS = 2000  # of argmax; more of them are only more of the same
 TARGET_US = {(1, 65): 6.0}
-REPEATS = 50
+COPIES = 16
+MOST_BYTES = 2 << 30  # of all copies of the logits
+REPEATS = 20
 _HOST_REPEATS = 3
 _MAX_PATH = 16
 
@@ -41,42 +48,73 @@ def run(device: str) -> list[dict[str, Any]]:
 def _argmax(rows: int) -> Iterator[dict[str, Any]]:
     import torch
 
-    from cuverify.ops.accept import Argmax
-
     for dtype in (torch.bfloat16, torch.float32):
-        logits = torch.randn((rows, VOCABULARY), device="cuda", dtype=torch.float32).to(dtype)
-        # one largest logit a row, so that torch, which may take any of equal ones, takes the same
-        best = torch.randint(VOCABULARY, (rows,), device="cuda")
-        logits[torch.arange(rows, device="cuda"), best] = 40.0
-        target = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        theirs = torch.zeros_like(target)
-        own = Argmax(logits, target)
-        moved = logits.numel() * logits.element_size()
+        moved = rows * VOCABULARY * dtype.itemsize
+        copies = [_Rows(rows, dtype) for _ in range(max(1, min(COPIES, MOST_BYTES // moved)))]
         shape: dict[str, int | float | str] = {
             "rows": rows,
             "vocabulary": VOCABULARY,
             "dtype": str(dtype).removeprefix("torch."),
+            "copies": len(copies),
         }
-
-        def torch_argmax(logits: Any = logits, theirs: Any = theirs) -> None:
-            torch.argmax(logits, dim=1, out=theirs)
-
-        for peer, call, found in ((None, own, target), ("torch.argmax", torch_argmax, theirs)):
-
-            def check(call: Any = call, found: Any = found, best: Any = best) -> str | None:
-                found.fill_(-1)
-                call()
-                return None if torch.equal(found, best) else "another place is taken"
-
-            yield gated(
+        read_us = None
+        for peer, way in ((READING, "read"), (None, "argmax"), ("torch.argmax", "by_torch")):
+            row = gated_copies(
                 "argmax",
                 shape,
-                check=check,
-                timing=lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
+                check=functools.partial(_judge, (copies[0], copies[-1]), way),
+                steps=[getattr(own, way) for own in copies],
+                repeats=REPEATS,
                 floor_us=copy_floor_us(moved),
                 bytes=moved,
                 peer=peer,
+                read_us=read_us,
             )
+            if peer == READING:
+                read_us = row["us"]
+            yield row
+
+
+class _Rows:
+    """Logits of some rows, and what is done with them."""
+
+    def __init__(self, rows: int, dtype: Any) -> None:
+        import torch
+
+        from cuverify.ceilings import read_step
+        from cuverify.ops.accept import Argmax
+
+        logits = torch.randn((rows, VOCABULARY), device="cuda", dtype=torch.float32).to(dtype)
+        # one largest logit a row, so that torch, which may take any of equal ones, takes the same
+        self.best = torch.randint(VOCABULARY, (rows,), device="cuda")
+        logits[torch.arange(rows, device="cuda"), self.best] = 40.0
+        self.logits = logits
+        self.target = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        self.argmax = Argmax(logits, self.target)
+        self.words = logits.view(torch.bfloat16)
+        numbers = torch.arange(rows, dtype=torch.int32, device="cuda")
+        self.read, self.found = read_step(self.words, numbers)
+
+    def by_torch(self) -> None:
+        import torch
+
+        torch.argmax(self.logits, dim=1, out=self.target)
+
+
+def _judge(copies: Sequence[_Rows], way: str) -> str | None:
+    import torch
+
+    for own in copies:
+        own.target.fill_(-1)
+        getattr(own, way)()
+        wrong: str | None = None
+        if way == "read":
+            wrong = judge_reading(own.found, own.words)
+        elif not torch.equal(own.target, own.best):
+            wrong = "another place is taken"
+        if wrong is not None:
+            return wrong
+    return None
 
 
 def _walks(requests: int, nodes: int) -> Iterator[dict[str, Any]]:
@@ -93,24 +131,29 @@ def _walks(requests: int, nodes: int) -> Iterator[dict[str, Any]]:
     # the loop in Python knows no other order of nodes
     ordered = np.arange(requests * nodes, dtype=np.int64).reshape(requests, nodes)
     batch = replace(batch, retrieve_index=ordered, max_path=min(nodes, _MAX_PATH))
-    step = AcceptStep(batch, "torch-cuda")
-    walk = step.launches[1]
+    steps = [AcceptStep(batch, "torch-cuda") for _ in range(COPIES)]
+    step = steps[0]
     shape: dict[str, int | float | str] = {"batch": requests, "nodes": nodes}
     goal = TARGET_US.get((requests, nodes))
 
     def check() -> str | None:
-        step.poison()
-        step()
-        outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
-        wrong = compare_all(outputs, step.expected())
-        return str(wrong[0]) if wrong else None
+        expected = step.expected()
+        for own in steps:  # walks need what their argmax has chosen
+            own.poison()
+            own()
+            outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
+            wrong = compare_all(outputs, expected)
+            if wrong:
+                return str(wrong[0])
+        return None
 
+    walks = [own.launches[1] for own in steps]
     moved = requests * nodes * 5 * 8 + sum(
         tensor.numel() * tensor.element_size() for tensor in vars(step.into).values()
     )
-    yield gated(
+    yield gated_copies(
         "accept_greedy", shape | ({"target_us": goal} if goal else {}), check=check,
-        timing=lambda: time_graph(walk, REPEATS), floor_us=copy_floor_us(moved), bytes=moved,
+        floor_us=copy_floor_us(moved), bytes=moved, steps=walks, repeats=REPEATS,
     )  # fmt: skip
 
     def on_host() -> tuple[Any, Any, Any]:
@@ -149,23 +192,31 @@ def _sampled(requests: int, nodes: int) -> dict[str, Any]:
     probs = torch.softmax(logits, dim=2)
     coins = torch.rand((requests, nodes), device="cuda")
     final = torch.rand(requests, device="cuda")
-    into = AcceptBuffers.allocate(tokens, batch=requests, num_tokens=nodes, max_path=_MAX_PATH)
-    accept = AcceptSampled(tokens, child, sibling, coins, final, probs, into)
+    moved = 4 * VOCABULARY * requests
+    rows = [probs] + [probs.clone() for _ in range(min(COPIES, MOST_BYTES // (moved * nodes)) - 1)]
+    into = [
+        AcceptBuffers.allocate(tokens, batch=requests, num_tokens=nodes, max_path=_MAX_PATH)
+        for _ in rows
+    ]
+    steps = [
+        AcceptSampled(tokens, child, sibling, coins, final, own, to)
+        for own, to in zip(rows, into, strict=True)
+    ]
 
     def check() -> str | None:
         from cuverify.reference import accept as oracle
 
-        accept()
         wanted = oracle.accept_sampled(
             *(part.cpu().numpy() for part in (tokens, child, sibling, coins, final, probs)),
             max_path=_MAX_PATH,
         )
-        same = (into.predicts.cpu().numpy() == wanted["predicts"]).all()
-        return None if same else "predicts differ"
+        for step, to in ((steps[0], into[0]), (steps[-1], into[-1])):
+            step()
+            if (to.predicts.cpu().numpy() != wanted["predicts"]).any():
+                return "predicts differ"
+        return None
 
-    moved = 4 * VOCABULARY * requests
-    return gated(
+    return gated_copies(
         "accept_sampled", {"batch": requests, "nodes": nodes, "vocabulary": VOCABULARY},
-        check=check, timing=lambda: time_graph(accept, REPEATS),
-        floor_us=copy_floor_us(moved), bytes=moved,
+        check=check, floor_us=copy_floor_us(moved), bytes=moved, steps=steps, repeats=REPEATS,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from cuverify.bench import Timing, gated
 
 EXAMPLES = 200
 # blocks as small as the batches: a fuzzing run waits for threads that have nothing to do
-SMALL_PLAN = {"PLAN_THREADS": 32, "LIST_THREADS": 32}
+SMALL_PLAN = {"PLAN_THREADS": 32}
 SMALL_COMBINE = {"COMBINE_THREADS": 64}
 TREE_TOKENS = 8
 PREFIX = 70

@@ -32,7 +32,7 @@ REPEATS = 30
 GROUPS = {
     "attention": ("verify_partials", "verify_combine"),
     "tree build": ("tree_build",),
-    "plan": ("verify_plan", "verify_kv_list"),
+    "plan": ("verify_plan",),
     "argmax": ("argmax",),
     "accept": ("accept",),
 }
@@ -158,7 +158,7 @@ class _Timed:
             tensors.logprobs, tensors.token_ids, tensors.root_tokens, tensors.seq_lens,
             num_tokens=self.nodes,
         )  # fmt: skip
-        step.plan.make()
+        step.plan()  # attention's cuts; its list is made anew for each layer
         for name, call in step.stages:
             if name == "attention":
                 _, listed = host_kv_list(
@@ -249,7 +249,7 @@ def _topk(requests: int, sizes: StepSizes) -> tuple[Callable[[], None], int]:
     """Return the top-k over a drafter's logits, and the bytes that it reads."""
     import torch
 
-    from cuverify.draft_topk import DraftTopk
+    from cuverify.ops.draft_topk import DraftTopk
 
     shape = (requests, sizes.depth)
     logits = torch.randn((*shape, sizes.vocabulary), device="cuda").to(torch.bfloat16)

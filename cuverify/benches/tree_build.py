@@ -1,8 +1,9 @@
 """How long draft trees take: grown from log-probabilities, linked from parents, and as a mask.
 
-In one replayed graph with a cold L2 cache; beside them the Python version, a heap and a mask on the
-host with both copies, as decode loops have it. The floor is reading and writing at copy speed; for
-so little work it is the launch, and the tree's own sequence of steps, that count.
+`us` is one of them among others: copies over buffers of their own in one replayed graph, with a
+cold L2 cache. Beside them the Python version, a heap and a mask on the host with both copies, as
+decode loops have it. The floor is reading and writing at copy speed; for so little work it is the
+launch, and the tree's own sequence of steps, that count.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from cuverify.bench import Timing, copy_floor_us, gated, time_calls, time_graph
+from cuverify.bench import Timing, copy_floor_us, gated, gated_copies, time_calls
 
 SHAPES = ((1, 17), (1, 33), (1, 65), (1, 257), (1, 1024), (64, 65), (64, 257))
 """Requests and nodes; log-probabilities are of 15 depths of 16 tokens."""
 
 TARGET_US = {(1, 65): 12.0}
-REPEATS = 50
+COPIES = 16
+REPEATS = 20
 _DEPTH, _RANKS = 15, 16
 _HOST_REPEATS = 3
 
@@ -46,30 +48,36 @@ def _trees(requests: int, nodes: int) -> Iterator[dict[str, Any]]:
     batch = DraftBatch.draw(
         rng, batch=requests, depth=_DEPTH, k=_RANKS, num_tokens=nodes, longest=300
     )
-    step = TreeBuildStep(batch, "torch-cuda")
+    steps = [TreeBuildStep(batch, "torch-cuda") for _ in range(COPIES)]
+    step = steps[0]
     given = ParentsBatch.draw(rng, batch=requests, num_tokens=nodes, longest=300)
-    linked = TreeBuildStep(given, "torch-cuda")
+    linked = [TreeBuildStep(given, "torch-cuda") for _ in range(COPIES)]
     shape: dict[str, int | float | str] = {"batch": requests, "nodes": nodes}
 
-    def check(own: TreeBuildStep) -> str | None:
-        own.poison()
-        own()
-        outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
-        wrong = compare_all(outputs, own.expected())
-        return str(wrong[0]) if wrong else None
+    def check(copies: list[TreeBuildStep]) -> str | None:
+        expected = copies[0].expected()
+        for own in (copies[0], copies[-1]):
+            own.poison()
+            own()
+            outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
+            wrong = compare_all(outputs, expected)
+            if wrong:
+                return str(wrong[0])
+        return None
 
     moved = sum(buffer.nbytes for buffer in step.expected().values())
     target = TARGET_US.get((requests, nodes))
-    for op, own, call, goal in (
-        ("tree_build", step, step.build, target),
-        ("tree_links", linked, linked.build, None),
-        ("tree_mask, query only", step, step.write_mask, None),
+    for op, copies, calls, goal in (
+        ("tree_build", steps, [own.build for own in steps], target),
+        ("tree_links", linked, [own.build for own in linked], None),
+        ("tree_mask, query only", steps, [own.write_mask for own in steps], None),
     ):
-        yield gated(
+        yield gated_copies(
             op,
             shape | ({"target_us": goal} if goal else {}),
-            check=lambda own=own: check(own),  # type: ignore[misc]
-            timing=lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
+            check=lambda copies=copies: check(copies),
+            steps=calls,
+            repeats=REPEATS,
             floor_us=copy_floor_us(moved),
             bytes=moved,
         )

@@ -1,21 +1,24 @@
-"""How long a verify step's plan takes: cutting the work, and gathering the index list.
+"""How long a verify step's plan takes: cutting the work, and gathering the index list beside it.
 
 Once a step, not once a layer. Batches as a server has them, with lengths between an eighth of the
-longest and all of it; in one replayed graph, with a cold L2 cache. The floor is reading lengths and
-tables and writing plan and list at copy speed; for so little work it is the launch that counts.
+longest and all of it. `us` is one plan among others: copies over buffers of their own in one
+replayed graph, with a cold L2 cache. The floor is reading lengths and tables and writing plan and
+list at copy speed; for so little work it is the launch that counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cuverify.bench import copy_floor_us, gated, time_graph
+from cuverify.bench import copy_floor_us, gated_copies
 
 SHAPES = (
     (1, 1024, 8),
+    (1, 4096, 65),
     (1, 184_320, 64),
     (16, 16_384, 33),
     (64, 16_384, 17),
@@ -23,7 +26,9 @@ SHAPES = (
 )
 """Requests, rows of the longest prefix, nodes of each tree."""
 
-REPEATS = 100
+TARGET_US = {(1, 4096, 65): 6.0}
+COPIES = 16
+REPEATS = 20
 
 
 def run(device: str) -> list[dict[str, Any]]:
@@ -49,13 +54,17 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
         seq_lens=lens, tree_tokens=tree_tokens, placement="scattered", stale_tail=False, rng=rng
     )
     batch = PlanBatch.of_layout(layout, 8, "int32")
-    step = VerifyPlanStep(batch, "torch-cuda")
-    expected = step.expected()
+    steps = [VerifyPlanStep(batch, "torch-cuda") for _ in range(COPIES)]
+    cutting = [
+        VerifyPlanStep(replace(batch, req_pool_indices=None, req_to_token=None), "torch-cuda")
+        for _ in range(COPIES)
+    ]
+    expected = steps[0].expected()
     shape = {
         "batch": requests,
         "longest": longest,
         "tree": tree_tokens,
-        "ctas": len(step.workspace.cta_work),
+        "ctas": len(steps[0].workspace.cta_work),
         "entries": int(np.count_nonzero(expected["work"][:, 0] >= 0)),
     }
     plan_bytes = (
@@ -64,26 +73,28 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
     )
     list_bytes = 2 * expected["kv_indices"].nbytes
 
-    def check() -> str | None:
-        step.refill(batch)
-        step.poison()
-        step()
-        outputs = {name: host_array(tensor) for name, tensor in step.outputs.items()}
-        wrong = compare_all(outputs, expected)
-        return str(wrong[0]) if wrong else None
+    def check(copies: list[VerifyPlanStep]) -> str | None:
+        wanted = copies[0].expected()
+        for own in (copies[0], copies[-1]):
+            own.poison()
+            own()
+            outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
+            wrong = compare_all(outputs, wanted)
+            if wrong:
+                return str(wrong[0])
+        return None
 
-    gather = step.plan.gather
-    assert gather is not None
-    for op, call, moved in (
-        ("verify_plan", step.plan, plan_bytes + list_bytes),
-        ("verify_plan, cutting only", step.plan.make, plan_bytes),
-        ("verify_plan, index list only", gather, list_bytes),
+    goal = TARGET_US.get((requests, longest, tree_tokens))
+    for op, copies, moved, target in (
+        ("verify_plan", steps, plan_bytes + list_bytes, goal),
+        ("verify_plan, cutting only", cutting, plan_bytes, None),
     ):
-        yield gated(
+        yield gated_copies(
             op,
-            shape,
-            check=check,
-            timing=lambda call=call: time_graph(call, REPEATS),  # type: ignore[misc]
+            shape | ({"target_us": target} if target else {}),
+            check=lambda copies=copies: check(copies),
+            steps=[own.plan for own in copies],
+            repeats=REPEATS,
             floor_us=copy_floor_us(moved),
             bytes=moved,
         )

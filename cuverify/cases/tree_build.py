@@ -145,7 +145,7 @@ class TreeBuildCase:
 
         return [
             *tree_kernels(SEQ_INDEX="long long").values(),
-            tree_kernels(SLOTS=32, TOKEN_INDEX="int")["tree_build"],
+            tree_kernels(IN_SHARED=1, TOKEN_INDEX="int")["tree_build"],
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, Any]]:

@@ -239,11 +239,11 @@ class VerifyPlanCase:
     name = "verify_plan"
 
     def kernels(self) -> Sequence[Kernel]:
-        """Return both kernels for 8 heads and indices of 32 bits, and for 16 and 64."""
-        from cuverify.ops.verify_plan import verify_plan_kernels
+        """Return the kernel for 8 heads and indices of 32 bits, and for 16 and 64."""
+        from cuverify.ops.verify_plan import verify_plan_kernel
 
         wide = {f"{name}_INDEX": "long long" for name in ("SEQ", "QO", "POOL", "KV")}
-        return [*verify_plan_kernels(), *verify_plan_kernels(HEADS=16, **wide)]
+        return [verify_plan_kernel(), verify_plan_kernel(HEADS=16, **wide)]
 
     def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, PlanBatch]]:
         """Yield layouts drawn and real, bare lengths up to 200,000, and faulty steps."""

@@ -21,8 +21,8 @@ from cuverify.launching import check_int, multiprocessors, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS
 
-_PIECE_LOGITS = 8192  # fewer in a piece of a row are not worth a block
-_CTAS_PER_MULTIPROCESSOR = 8
+_PIECE_LOGITS = 2048  # fewer in a piece of a row are not worth a block
+_CTAS_PER_MULTIPROCESSOR = 4
 _HOST_SAMPLE_THREADS = 64
 _LEAST_THRESHOLD = 1e-9
 _LOGITS = {

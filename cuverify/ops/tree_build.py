@@ -30,7 +30,7 @@ MAX_RANKS = 64
 MAX_BATCH = 65_535
 """Most requests of a launch."""
 
-_SLOTS = (1, 2, 4, 8, 32)  # candidates of a lane; few variants, so that few are compiled
+_SLOTS = (1, 2, 4, 8)  # candidates of a lane in registers; more of them stand in shared memory
 _MODES: dict[MaskMode, int] = {"full": 0, "query_only": 1, "bit_packed": 2}
 _MASK_CTAS = 64  # of a request
 
@@ -225,7 +225,7 @@ class TreeBuild:
         device_of([*given.values(), *held.values()])
         kernel = tree_kernels(
             TREE_THREADS=_threads(n),
-            SLOTS=next(slots for slots in _SLOTS if 32 * slots >= n - 1),
+            **_candidates(n),
             TOKEN_INDEX=index_ctype(given["token_ids"]),
             SEQ_INDEX=index_ctype(given["seq_lens"]),
             **(values or {}),
@@ -432,6 +432,14 @@ def _held(trees: TreeBuffers, batch: int) -> tuple[dict[str, Tensor], int, int]:
                 f"wants shape {list(buffer.shape)}, contiguous, for {batch} trees of {n} nodes",
             )
     return held, n, words
+
+
+def _candidates(n: int) -> dict[str, int]:
+    """Return the `-D` values that say where the candidates of a tree are kept."""
+    for slots in _SLOTS:
+        if 32 * slots >= n - 1:
+            return {"SLOTS": slots}
+    return {"IN_SHARED": 1}
 
 
 def _threads(n: int) -> int:

@@ -41,8 +41,8 @@ MAX_TREE_TOKENS = 256
 _MAX_BATCH = 1024
 _MAX_CTAS = 2048
 _MAX_INT = 2**31 - 1
-_LIST_CTAS_PER_MULTIPROCESSOR = 4
-_LIST_THREADS = 256
+_GATHERING_CTAS_PER_MULTIPROCESSOR = 4
+_GATHERED_BY_THREAD = 8
 
 
 class PlanCode(enum.IntEnum):
@@ -261,10 +261,8 @@ class VerifyPlan:
         What attention reads: the caller's or the plan's; `kv_indices` may be None.
     qo_indptr : tensor
         The caller's.
-    make : BoundLaunch
-        The planning launch.
-    gather : BoundLaunch or None
-        The launch that gathers `kv_indices`.
+    launch : BoundLaunch
+        One block plans; further ones gather `kv_indices` where `req_to_token` is given.
 
     Raises
     ------
@@ -353,35 +351,32 @@ class VerifyPlan:
         if gathers:
             types["POOL_INDEX"] = index_ctype(inputs["req_pool_indices"])
             types["KV_INDEX"] = index_ctype(inputs["kv_indices"])
-        plan, gather = verify_plan_kernels(**{**types, **self.values})
+        kernel = verify_plan_kernel(**{**types, **self.values})
+        threads = number_of(kernel, "PLAN_THREADS")
         table = inputs.get("req_to_token")
         rows, width = (0, 0) if table is None else table.shape
         # Bounds of the caller's own need not lie one behind the other.
         packed = kv_indptr is None and kv_indices is not None
-        capacity = _length(inputs["kv_indices"]) if packed else _MAX_INT
-        self.make = plan.bind(
-            1, number_of(plan, "PLAN_THREADS"),
-            seq_lens, qo_indptr, req_pool_indices if gathers else None,
+        capacity = min(_length(inputs["kv_indices"]) if packed else _MAX_INT, _MAX_INT)
+        gathering = 0
+        if table is not None:
+            useful = -(-capacity // (_GATHERED_BY_THREAD * threads))
+            gathering = grid(None, table.device, useful, _GATHERING_CTAS_PER_MULTIPROCESSOR)
+        self.launch = kernel.bind(
+            1 + gathering, threads,
+            seq_lens, qo_indptr, req_pool_indices if gathers else None, req_to_token,
+            0 if table is None else table.strides[0],
             batch, max_tokens, max_tree_tokens, num_ctas, _rows(held["workspace.work"]),
-            rows, width, min(capacity, _MAX_INT),
+            rows, width, capacity,
             workspace.work, workspace.cta_work, workspace.combine_indptr[: num_ctas + 1],
             workspace.combine_tiles[:num_ctas],
-            self.kv_indptr if kv_indptr is None else None, workspace.status,
+            self.kv_indptr if kv_indptr is None else None, kv_indices if gathers else None,
+            workspace.status,
         )  # fmt: skip
-        self.gather = None
-        if table is not None:
-            useful = -(-capacity // (8 * _LIST_THREADS))
-            self.gather = gather.bind(
-                grid(None, table.device, useful, _LIST_CTAS_PER_MULTIPROCESSOR),
-                number_of(gather, "LIST_THREADS"),
-                self.kv_indptr, req_pool_indices, req_to_token, table.strides[0], batch, kv_indices,
-            )  # fmt: skip
 
     def __call__(self) -> None:
-        """Plan, and gather the index list: one or two launches on torch's current stream."""
-        self.make()
-        if self.gather is not None:
-            self.gather()
+        """Plan, and gather the index list: one launch on torch's current stream."""
+        self.launch()
 
     def read_status(self) -> PlanStatus:
         """Return what the last call found. Waits for the device: not for use inside a capture.
@@ -400,15 +395,14 @@ class VerifyPlan:
         return PlanStatus.from_words(read(self.workspace.status).tolist())
 
 
-def verify_plan_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
-    """Return `verify_plan` and `verify_kv_list` with these `-D` values."""
-    return _kernels(tuple(sorted(values.items())))
+def verify_plan_kernel(**values: int | str) -> Kernel:
+    """Return `verify_plan` with these `-D` values."""
+    return _kernel(tuple(sorted(values.items())))
 
 
 @functools.cache
-def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
-    source = KernelSource.from_package("verify_plan", values=dict(values))
-    return Kernel(source, "verify_plan"), Kernel(source, "verify_kv_list")
+def _kernel(values: tuple[tuple[str, int | str], ...]) -> Kernel:
+    return Kernel(KernelSource.from_package("verify_plan", values=dict(values)), "verify_plan")
 
 
 def _gathers(inputs: Mapping[str, Tensor]) -> bool:

@@ -51,44 +51,6 @@ class BestFirstTree:
     mass: NDArray[np.float64]
 
 
-def draft_topk(logits: ArrayLike, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the log-probabilities of the k likeliest tokens of each depth, and the tokens.
-
-    Parameters
-    ----------
-    logits : array_like of float, shape (depth, vocabulary)
-        What the drafter gives; -inf marks a token that cannot come.
-    k : int
-        Tokens of each depth, at most the vocabulary.
-
-    Returns
-    -------
-    logprobs : ndarray of float32, shape (depth, k)
-        Descending in each row. The sum over the vocabulary is taken in float64 and rounded once.
-    tokens : ndarray of int64, shape (depth, k)
-        Where logits are equal, the lower token stands first.
-
-    Raises
-    ------
-    ArgumentError
-        The logits are no table, hold a NaN or +inf, or a row of -inf only; `k` is out of range.
-    """
-    rows = _table("logits", logits).astype(np.float64)
-    if not rows.shape[1]:
-        raise ArgumentError("logits", list(rows.shape), "the vocabulary is empty")
-    if not 1 <= k <= rows.shape[1]:
-        raise ArgumentError("k", k, f"must lie in 1 to {rows.shape[1]}, the vocabulary")
-    for depth in np.flatnonzero(np.isnan(rows).any(axis=1) | (rows == np.inf).any(axis=1)):
-        raise ArgumentError("logits", rows, f"row {depth} holds a NaN or +inf")
-    top = rows.max(axis=1, keepdims=True) if rows.size else np.zeros((0, 1))
-    for depth in np.flatnonzero(top[:, 0] == -np.inf):
-        raise ArgumentError("logits", rows, f"row {depth} is -inf everywhere")
-    norm = top + np.log(np.exp(rows - top).sum(axis=1, keepdims=True))
-    tokens = np.argsort(-rows, axis=1, kind="stable")[:, :k].astype(np.int64)
-    best = np.take_along_axis(rows, tokens, axis=1)
-    return (best - norm).astype(np.float32), tokens
-
-
 def best_first_tree(
     logprobs: ArrayLike, tokens: ArrayLike, budget: int, *, root_token: int = 0
 ) -> BestFirstTree:
