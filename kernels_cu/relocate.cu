@@ -16,14 +16,16 @@
 // the first row that is illegal together with the rows in front of it, so a fault has one report
 // whatever the schedule of the threads.
 //
-// status int32 [4], written completely by every launch of `relocate_list` or `relocate_check`:
+// status int32 [4], written completely by every launch of the kernels that judge, which are
+// `relocate_few`, `relocate_list` and `relocate_check`:
 //   [0] 0 legal; 1 count out of range; 2 source out of range; 3 destination out of range;
 //       4 destination of two rows (of two faults of one row the lower number)
 //   [1] the row, -1 when the fault is the count's or there is none
 //   [2] low and [3] high word of the slot that is at fault (the count at code 1); of a legal list
 //       1 where a row writes what another one reads, else 0
 //
-// Lists whose capacity is at most 1,024 rows take one launch, `relocate_list`. Longer ones take
+// Lists whose capacity is at most 32 rows take one launch, `relocate_few`, and up to 1,024 rows one
+// of `relocate_list`. Longer ones take
 // `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
 // `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
 // time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
@@ -48,6 +50,18 @@
 #include "shared.cuh"
 #include "vector.cuh"
 
+// most rows of a list that each warp judges by itself, a row a lane
+#ifndef FEW_ROWS
+#define FEW_ROWS 32
+#endif
+// threads of a block of such warps
+#ifndef FEW_THREADS
+#define FEW_THREADS 128
+#endif
+// pieces that a lane of them holds between reading and writing
+#ifndef FEW_PIECES
+#define FEW_PIECES 8
+#endif
 // threads of a block that judges and moves a short list
 #ifndef LIST_THREADS
 #define LIST_THREADS 128
@@ -111,9 +125,12 @@ namespace {
 constexpr unsigned LANES = 8;
 constexpr unsigned WIDE = 16;  // bytes of a piece, where it is not 4
 constexpr unsigned NOBODY = 0xffffffffu;
+constexpr unsigned ALL_LANES = 0xffffffffu;
 
 static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
+static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
+static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
@@ -126,12 +143,18 @@ constexpr int BAD_SOURCE = 2;
 constexpr int BAD_DESTINATION = 3;
 constexpr int DUPLICATE_DESTINATION = 4;
 
+struct Move {
+    long long from;
+    long long to;
+};
+
 struct MoveList {
     const long long* src;
     const long long* dst;
     long long num_slots;
 
     __device__ bool holds(long long slot) const { return slot >= 0 && slot < num_slots; }
+    __device__ Move operator()(unsigned, unsigned row) const { return {src[row], dst[row]}; }
 };
 
 constexpr unsigned CHECK_STEP = CHECK_THREADS * CHECK_UNROLL;
@@ -520,45 +543,51 @@ struct ShortList {
     }
 };
 
-// What a thread holds of one column of all rows, between reading and writing.
+// What a thread holds of one column of all rows, between reading and writing. THREADS threads share
+// the column: a block, or a warp. `moves(k, row)` gives the row of piece k.
+template <unsigned PIECES, unsigned THREADS>
 struct HeldColumn {
-    uint4 piece[LIST_PIECES];
+    uint4 piece[PIECES];
 
-    // Whether piece k of this thread is one, and of what row; `width_bits` says how many pieces of
-    // a row the column has at most.
-    __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
-                               unsigned& row, unsigned& offset) {
-        const unsigned at = k * LIST_THREADS + threadIdx.x;
-        row = at >> width_bits;
-        offset = at & ((1u << width_bits) - 1);
-        return row < rows && offset < column.pieces;
+    // The place of piece k among those of the column; `width_bits` says how many pieces of a row the
+    // column has at most.
+    __device__ static unsigned place(unsigned k) { return k * THREADS + threadIdx.x % THREADS; }
+    __device__ static unsigned row_of(unsigned k, unsigned width_bits) {
+        return place(k) >> width_bits;
     }
-    // The list may not be judged yet: rows with a slot out of range read nothing. It comes from
-    // global or from shared memory.
-    __device__ void load(const MoveList& list, const Column& column, unsigned rows,
-                         unsigned width_bits, unsigned page_bits) {
+    // Whether piece k of this thread is one, and where it is in its row.
+    __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
+                               unsigned& offset) {
+        offset = place(k) & ((1u << width_bits) - 1);
+        return row_of(k, width_bits) < rows && offset < column.pieces;
+    }
+    // The list may not be judged yet: rows with a slot out of range read nothing.
+    template <class Moves>
+    __device__ void load(const Moves& moves, long long num_slots, const Column& column,
+                         unsigned rows, unsigned width_bits, unsigned page_bits) {
 #pragma unroll
-        for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, offset;
-            if (has(k, column, rows, width_bits, row, offset)) {
-                const long long slot = list.src[row];
-                if (slot != list.dst[row] && list.holds(slot)) {
-                    const char* source = column.at(slot, page_bits);
+        for (unsigned k = 0; k < PIECES; ++k) {
+            unsigned offset;
+            if (has(k, column, rows, width_bits, offset)) {
+                const Move move = moves(k, row_of(k, width_bits));
+                if (move.from != move.to && move.from >= 0 && move.from < num_slots) {
+                    const char* source = column.at(move.from, page_bits);
                     piece[k] = is_wide(column) ? load_piece<WIDE, false>(source + offset * WIDE)
                                                : load_piece<4, false>(source + offset * 4);
                 }
             }
         }
     }
-    __device__ void store(const MoveList& list, const Column& column, unsigned rows,
+    template <class Moves>
+    __device__ void store(const Moves& moves, const Column& column, unsigned rows,
                           unsigned width_bits, unsigned page_bits) const {
 #pragma unroll
-        for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, offset;
-            if (has(k, column, rows, width_bits, row, offset)) {
-                const long long slot = list.dst[row];
-                if (slot != list.src[row]) {
-                    char* destination = column.at(slot, page_bits);
+        for (unsigned k = 0; k < PIECES; ++k) {
+            unsigned offset;
+            if (has(k, column, rows, width_bits, offset)) {
+                const Move move = moves(k, row_of(k, width_bits));
+                if (move.from != move.to) {
+                    char* destination = column.at(move.to, page_bits);
                     if (is_wide(column)) {
                         store_piece<WIDE>(destination + offset * WIDE, piece[k]);
                     } else {
@@ -568,6 +597,14 @@ struct HeldColumn {
             }
         }
     }
+};
+
+// The rows of a thread's pieces, in registers: loaded together with everything else.
+template <unsigned PIECES>
+struct OwnMoves {
+    Move move[PIECES];
+
+    __device__ Move operator()(unsigned k, unsigned) const { return move[k]; }
 };
 
 // Names the first row of a short list that is illegal together with those in front of it.
@@ -674,6 +711,97 @@ struct Round {
 
 }  // namespace
 
+// Judges a list of up to 32 rows, writes `status`, and moves its rows in all columns or nothing.
+//
+// Launch: any number of blocks of FEW_THREADS threads, no shared memory. Every warp judges the list
+// by itself, lane i row i, and moves whole columns: it reads a column of all rows before it writes
+// any of it. No warp waits for another. capacity <= FEW_ROWS, capacity * column_pieces <=
+// 32 * FEW_PIECES. The dead tail may be loaded, as numbers.
+//
+// @kernel relocate_few
+// @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
+// @param num_columns    value   int32
+// @param column_pieces  value   int32                       most pieces of one, a power of two
+// @param page_slots     value   int32                       slots of a page, a power of two
+// @param src            read    int64  [capacity]           source slots; a dead tail follows
+// @param dst            read    int64  [capacity]           destination slots, likewise
+// @param count          read    int32  [1]                  rows of the list
+// @param capacity       value   int32                       length of both lists, at most 32
+// @param num_slots      value   int64                       slots of every pool
+// @param status         write   int32  [4]                  code, row, slot low word, high word
+// @reach columns        update                              the pools
+// @block FEW_THREADS
+extern "C" __global__ void __launch_bounds__(FEW_THREADS)
+    relocate_few(const unsigned long long* __restrict__ columns, int num_columns, int column_pieces,
+                 int page_slots, const long long* __restrict__ src,
+                 const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
+                 long long num_slots, int* status) {
+    const unsigned room = static_cast<unsigned>(capacity);
+    const unsigned page_bits = log2_of(page_slots);
+    const unsigned width_bits = log2_of(column_pieces);
+    const unsigned lane = threadIdx.x % 32;
+    unsigned number = (blockIdx.x * FEW_THREADS + threadIdx.x) / 32;
+    if (number >= static_cast<unsigned>(num_columns)) {
+        return;
+    }
+    const bool reports = number == 0;
+    const MoveList list = {src, dst, num_slots};
+
+    // Everything that does not depend on another load travels at once.
+    const int length = count[0];
+    Column column(columns, number);
+    const Move judged = lane < room ? list(0, lane) : Move{0, 0};
+    using Pieces = HeldColumn<FEW_PIECES, 32>;
+    OwnMoves<FEW_PIECES> own;
+#pragma unroll
+    for (unsigned k = 0; k < FEW_PIECES; ++k) {
+        const unsigned row = Pieces::row_of(k, width_bits);
+        own.move[k] = row < room ? list(k, row) : Move{0, 0};
+    }
+    if (length < 0 || length > capacity) {
+        if (reports) {
+            write_status(status, BAD_COUNT, -1, length);
+        }
+        return;
+    }
+    const unsigned rows = static_cast<unsigned>(length);
+    Pieces held;
+    held.load(own, num_slots, column, rows, width_bits, page_bits);
+
+    // While the first column is on its way: who of the rows in front has the same destination?
+    const bool listed = lane < rows;
+    const bool moving = listed && judged.from != judged.to;
+    const unsigned movers = __ballot_sync(ALL_LANES, moving);
+    const unsigned alike = __match_any_sync(ALL_LANES, judged.to) & ((1u << lane) - 1);
+    const bool again = (moving ? alike : alike & movers) != 0;
+    const bool inside = list.holds(judged.from) && list.holds(judged.to);
+    const unsigned illegal = __ballot_sync(ALL_LANES, listed && (!inside || again));
+    if (illegal != 0) {
+        if (reports) {
+            report(list, __ffs(illegal) - 1, status);
+        }
+        return;
+    }
+    while (true) {
+        __syncwarp();  // all lanes have read the column
+        held.store(own, column, rows, width_bits, page_bits);
+        number += gridDim.x * (FEW_THREADS / 32);
+        if (number >= static_cast<unsigned>(num_columns)) {
+            break;
+        }
+        column = Column(columns, number);
+        held.load(own, num_slots, column, rows, width_bits, page_bits);
+    }
+    if (reports) {
+        bool overlaps = false;
+        for (unsigned row = 0; row < rows; ++row) {
+            const bool written = __shfl_sync(ALL_LANES, judged.to, row) == judged.from;
+            overlaps |= written && moving && (movers >> row & 1) != 0;
+        }
+        write_status(status, LEGAL, -1, __any_sync(ALL_LANES, overlaps) != 0);
+    }
+}
+
 // Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
@@ -742,12 +870,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     }
     const unsigned rows = static_cast<unsigned>(length);
     const bool by_column = capacity <= LIST_AHEAD;
-    HeldColumn held;
+    HeldColumn<LIST_PIECES, LIST_THREADS> held;
     Held<LIST_UNROLL> ahead;
     Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
     const bool has_row = !by_column && walk.row < rows;
     if (by_column && has_column) {
-        held.load(given, column, rows, width_bits, page_bits);
+        held.load(given, num_slots, column, rows, width_bits, page_bits);
     }
     if (has_row) {
         column = Column(places, walk.column);
@@ -796,7 +924,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
             if (!loaded) {
                 column = Column(columns, number);
-                held.load(slots, column, rows, width_bits, page_bits);
+                held.load(slots, num_slots, column, rows, width_bits, page_bits);
                 __syncthreads();
             }
             held.store(slots, column, rows, width_bits, page_bits);

@@ -41,6 +41,7 @@ _NARROW = 4  # and of one where a row is no multiple of that
 LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
+_WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 # Several times what is resident, so that no multiprocessor waits for the slowest block's last row.
 _CTAS_PER_MULTIPROCESSOR = 32
@@ -387,8 +388,12 @@ class RelocatePlan:
         self._list = (src, dst, count, capacity)
         self._disjoint_only = not shape.one_launch and workspace.scratch is None
         kernels = relocate_kernels(**shape.values)
-        if shape.one_launch:
+        if shape.by_warp:
             self.launches: tuple[BoundLaunch, ...] = (
+                self._few(kernels["relocate_few"], shape, page_size, num_ctas, device),
+            )
+        elif shape.one_launch:
+            self.launches = (
                 self._one_launch(kernels["relocate_list"], shape, page_size, num_ctas, device),
             )
         else:
@@ -398,6 +403,24 @@ class RelocatePlan:
         _write(workspace.places, shape.places)
         if shape.one_launch:
             _write(workspace.columns, shape.columns)
+
+    def _few(
+        self,
+        kernel: Kernel,
+        shape: _Shape,
+        page_size: int,
+        num_ctas: int | None,
+        device: str | None,
+    ) -> BoundLaunch:
+        held = self.workspace
+        src, dst, count, capacity = self._list
+        threads = number_of(kernel, "FEW_THREADS")
+        useful = -(-len(shape.columns) * _WARP // threads)
+        return kernel.bind(
+            grid(num_ctas, device, useful, _CTAS_PER_MULTIPROCESSOR), threads,
+            held.columns, len(shape.columns), shape.column_pieces, page_size, src, dst, count,
+            capacity, self.num_slots, held.status, reach={"columns": list(self.pools)},
+        )  # fmt: skip
 
     def _one_launch(
         self,
@@ -548,7 +571,7 @@ def relocate_kernels(**values: int) -> dict[str, Kernel]:
 @functools.cache
 def _kernels(values: tuple[tuple[str, int], ...]) -> dict[str, Kernel]:
     source = KernelSource.from_package("relocate", values=dict(values))
-    names = ("list", "check", "rows", "index", "order", "phases", "stage", "phase")
+    names = ("few", "list", "check", "rows", "index", "order", "phases", "stage", "phase")
     return {f"relocate_{name}": Kernel(source, f"relocate_{name}") for name in names}
 
 
@@ -665,6 +688,7 @@ class _Shape:
     """How lists of one capacity are moved: the way, the tables and the kernels' values."""
 
     one_launch: bool
+    by_warp: bool
     places: NDArray[np.uint64]
     columns: NDArray[np.uint64]
     column_pieces: int
@@ -683,6 +707,7 @@ class _Shape:
         known = {name: int(value) for name, value in defaults.items()} | values
         ahead = known["LIST_AHEAD"]
         one_launch = capacity <= list_rows
+        by_warp = one_launch and capacity <= known["FEW_ROWS"]
         if one_launch and capacity > ahead:
             values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
@@ -690,14 +715,20 @@ class _Shape:
             if all(part.width == _PIECE for part in layout.parts):
                 values = {"NARROW_ROWS": 0, **values}
             if one_launch and capacity <= ahead:
-                pieces = -(-capacity * _COLUMN_PIECES // known["LIST_THREADS"])
-                values = {"LIST_PIECES": 1 << (pieces - 1).bit_length(), **values}
+                name, threads = (
+                    ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
+                )
+                pieces = -(-capacity * _COLUMN_PIECES // threads)
+                values = {name: 1 << (pieces - 1).bit_length(), **values}
         known.update(values)
-        room = known["LIST_THREADS"] * known["LIST_PIECES"] // capacity
+        held = (
+            _WARP * known["FEW_PIECES"] if by_warp else known["LIST_THREADS"] * known["LIST_PIECES"]
+        )
+        room = held // capacity
         column_pieces = min(_COLUMN_PIECES, 1 << max(room, 1).bit_length() - 1)
         if one_launch and not room:
             raise ArgumentError(
-                "values", values, f"LIST_THREADS * LIST_PIECES is below the lists' {capacity} rows"
+                "values", values, f"{held} pieces are held at once, of lists of {capacity} rows"
             )
         unroll = known["LIST_UNROLL" if one_launch else "UNROLL"]
         places = _table(layout.parts, unroll * LANES, even=True)
@@ -705,8 +736,8 @@ class _Shape:
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
         return cls(
-            one_launch, places, columns, column_pieces, column_bytes, ahead, known["PHASES"],
-            values,
+            one_launch, by_warp, places, columns, column_pieces, column_bytes, ahead,
+            known["PHASES"], values,
         )  # fmt: skip
 
 
