@@ -44,9 +44,13 @@
 //   [3] low 32 bits: pieces of the part; high 32 bits: bytes of a piece, 16 or 4
 // All columns are disjoint; pools may differ in row size. A page is page_slots slots, a power of two.
 //
+// Kernels start early (`@early`): they wait for the one in front before they read anything but the
+// tables of columns, which the host wrote long before.
+//
 // All kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
 // contract allows; every buffer is the caller's.
 
+#include "ptx.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
 
@@ -68,19 +72,11 @@
 #endif
 // blocks of them that a multiprocessor shall hold: a limit to registers
 #ifndef LIST_RESIDENT
-#define LIST_RESIDENT 6
+#define LIST_RESIDENT 5
 #endif
 // pieces that a thread of them holds between reading and writing
 #ifndef LIST_PIECES
 #define LIST_PIECES 8
-#endif
-// pieces that a lane of a group loads before it stores any
-#ifndef LIST_UNROLL
-#define LIST_UNROLL 3
-#endif
-// lists of up to so many rows are loaded before they are judged
-#ifndef LIST_AHEAD
-#define LIST_AHEAD 128
 #endif
 // threads of the one block that checks
 #ifndef CHECK_THREADS
@@ -388,10 +384,10 @@ struct Column {
 };
 
 // A piece of 16 or of 4 bytes; of the narrow one only x means something.
-template <unsigned WIDTH, bool READ_ONLY>
+template <unsigned WIDTH>
 __device__ uint4 load_piece(const char* address) {
     if (WIDTH == WIDE) {
-        return READ_ONLY ? load128_nc(address) : load128(address);
+        return load128(address);
     }
     uint4 value = {0, 0, 0, 0};
     value.x = *reinterpret_cast<const unsigned*>(address);
@@ -411,55 +407,44 @@ __device__ bool is_wide(const Column& column) { return !NARROW_ROWS || column.wi
 
 // What the lanes of a group hold of one column of one row: all loads in front of the stores, so that
 // the misses of a lane overlap.
-template <unsigned PIECES>
 struct Held {
-    uint4 piece[PIECES];
+    uint4 piece[UNROLL];
 
-    template <unsigned WIDTH, bool READ_ONLY, bool WHOLE>
-    __device__ void load_as(const char* source, unsigned pieces) {
+    template <unsigned WIDTH, bool WHOLE>
+    __device__ void load(const char* source, unsigned pieces) {
         const unsigned lane = threadIdx.x % LANES;
         source += lane * WIDTH;
 #pragma unroll
-        for (unsigned k = 0; k < PIECES; ++k) {
+        for (unsigned k = 0; k < UNROLL; ++k) {
             if (WHOLE || k * LANES + lane < pieces) {
-                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * LANES * WIDTH);
+                piece[k] = load_piece<WIDTH>(source + k * LANES * WIDTH);
             }
         }
     }
     template <unsigned WIDTH, bool WHOLE>
-    __device__ void store_as(char* destination, unsigned pieces) const {
+    __device__ void store(char* destination, unsigned pieces) const {
         const unsigned lane = threadIdx.x % LANES;
         destination += lane * WIDTH;
 #pragma unroll
-        for (unsigned k = 0; k < PIECES; ++k) {
+        for (unsigned k = 0; k < UNROLL; ++k) {
             if (WHOLE || k * LANES + lane < pieces) {
                 store_piece<WIDTH>(destination + k * LANES * WIDTH, piece[k]);
             }
         }
     }
-    template <bool READ_ONLY>
-    __device__ void load(const char* source, const Column& column) {
-        if (is_wide(column)) {
-            load_as<WIDE, READ_ONLY, false>(source, column.pieces);
-        } else {
-            load_as<4, READ_ONLY, false>(source, column.pieces);
-        }
-    }
-    __device__ void store(char* destination, const Column& column) const {
-        if (is_wide(column)) {
-            store_as<WIDE, false>(destination, column.pieces);
-        } else {
-            store_as<4, false>(destination, column.pieces);
-        }
+    template <unsigned WIDTH, bool WHOLE>
+    __device__ void move_as(const char* source, char* destination, unsigned pieces) {
+        load<WIDTH, WHOLE>(source, pieces);
+        store<WIDTH, WHOLE>(destination, pieces);
     }
     // Between rows of which nobody else reads or writes any.
     __device__ void move(const char* source, char* destination, const Column& column) {
-        if (is_wide(column) && column.pieces == LANES * PIECES) {
-            load_as<WIDE, true, true>(source, column.pieces);
-            store_as<WIDE, true>(destination, column.pieces);
+        if (!is_wide(column)) {
+            move_as<4, false>(source, destination, column.pieces);
+        } else if (column.pieces == LANES * UNROLL) {
+            move_as<WIDE, true>(source, destination, column.pieces);
         } else {
-            load<true>(source, column);
-            store(destination, column);
+            move_as<WIDE, false>(source, destination, column.pieces);
         }
     }
 };
@@ -473,8 +458,8 @@ struct Walk {
     unsigned column_step;
     unsigned columns;
 
-    __device__ Walk(unsigned threads, unsigned extent) {
-        const unsigned groups = threads / LANES;
+    __device__ explicit Walk(unsigned extent) {
+        constexpr unsigned groups = ROWS_THREADS / LANES;
         const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
         row = group / extent;
         column = group % extent;
@@ -492,22 +477,6 @@ struct Walk {
         }
     }
 };
-
-// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
-// right.
-template <unsigned PIECES>
-__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
-                              const long long* src, const long long* dst, unsigned rows) {
-    for (; walk.row < rows; walk.step()) {
-        const long long from = src[walk.row];
-        const long long to = dst[walk.row];
-        if (from != to) {
-            const Column column(places, walk.column);
-            Held<PIECES> held;
-            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
-        }
-    }
-}
 
 // A short list in shared memory, and a hash table of the rows that move, by destination.
 struct ShortList {
@@ -572,9 +541,21 @@ struct HeldColumn {
                 const Move move = moves(k, row_of(k, width_bits));
                 if (move.from != move.to && move.from >= 0 && move.from < num_slots) {
                     const char* source = column.at(move.from, page_bits);
-                    piece[k] = is_wide(column) ? load_piece<WIDE, false>(source + offset * WIDE)
-                                               : load_piece<4, false>(source + offset * 4);
+                    piece[k] = is_wide(column) ? load_piece<WIDE>(source + offset * WIDE)
+                                               : load_piece<4>(source + offset * 4);
                 }
+            }
+        }
+    }
+    // Brings a column into L2, a row a thread, without waiting for it. What others write there
+    // meanwhile is no matter: nothing is read.
+    template <class Moves>
+    __device__ static void prefetch(const Moves& moves, long long num_slots, const Column& column,
+                                    unsigned rows, unsigned page_bits) {
+        for (unsigned row = threadIdx.x % THREADS; row < rows; row += THREADS) {
+            const Move move = moves(0, row);
+            if (move.from != move.to && move.from >= 0 && move.from < num_slots) {
+                prefetch_l2(column.at(move.from, page_bits));
             }
         }
     }
@@ -731,25 +712,29 @@ struct Round {
 // @param status         write   int32  [4]                  code, row, slot low word, high word
 // @reach columns        update                              the pools
 // @block FEW_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(FEW_THREADS)
     relocate_few(const unsigned long long* __restrict__ columns, int num_columns, int column_pieces,
-                 int page_slots, const long long* __restrict__ src,
-                 const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                 long long num_slots, int* status) {
+                 int page_slots, const long long* src, const long long* dst, const int* count,
+                 int capacity, long long num_slots, int* status) {
     const unsigned room = static_cast<unsigned>(capacity);
     const unsigned page_bits = log2_of(page_slots);
     const unsigned width_bits = log2_of(column_pieces);
     const unsigned lane = threadIdx.x % 32;
     unsigned number = (blockIdx.x * FEW_THREADS + threadIdx.x) / 32;
     if (number >= static_cast<unsigned>(num_columns)) {
+        ptx::wait_for_dependency();
         return;
     }
     const bool reports = number == 0;
     const MoveList list = {src, dst, num_slots};
 
-    // Everything that does not depend on another load travels at once.
-    const int length = count[0];
     Column column(columns, number);
+
+    // Everything that does not depend on another load travels at once.
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
+    const int length = count[0];
     const Move judged = lane < room ? list(0, lane) : Move{0, 0};
     using Pieces = HeldColumn<FEW_PIECES, 32>;
     OwnMoves<FEW_PIECES> own;
@@ -806,18 +791,14 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
 // shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
-// block waits for another. A list of up to LIST_AHEAD rows, and any that overlaps, is moved column
-// by column: a block reads a column of all rows before it writes any of it. A longer disjoint list
-// is moved row by row. capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places
-// cover the same bytes, those of `columns` in at most column_pieces pieces, those of `places` in at
-// most 8 * LIST_UNROLL. The first slots of the dead tail may be loaded, as numbers.
+// block waits for another. A block reads a column of all rows before it writes any of it; the first
+// one is under way, and the next, while the list is judged. capacity * column_pieces <=
+// LIST_THREADS * LIST_PIECES. The first slots of the dead tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
 // @param num_columns    value   int32
 // @param column_pieces  value   int32                       most pieces of one, a power of two
-// @param places         read    uint64 [num_places, 4]      the pools, in wide columns
-// @param num_places     value   int32
 // @param page_slots     value   int32                       slots of a page, a power of two
 // @param src            read    int64  [capacity]           source slots; a dead tail follows
 // @param dst            read    int64  [capacity]           destination slots, likewise
@@ -827,15 +808,13 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // @param buckets        value   int32                       a power of two, at least 2 * capacity
 // @param status         write   int32  [4]                  code, row, slot low word, high word
 // @reach columns        update                              the pools
-// @reach places         update                              the pools
 // @block LIST_THREADS
 // @shared 16 + 16 * (capacity + capacity % 2) + 4 * buckets
+// @early
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     relocate_list(const unsigned long long* __restrict__ columns, int num_columns,
-                  int column_pieces, const unsigned long long* __restrict__ places, int num_places,
-                  int page_slots, const long long* __restrict__ src,
-                  const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                  long long num_slots, int buckets, int* status) {
+                  int column_pieces, int page_slots, const long long* src, const long long* dst,
+                  const int* count, int capacity, long long num_slots, int buckets, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
     CARVE(cursor, long long, from, capacity);
@@ -846,12 +825,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     const MoveList slots = {from, to, num_slots};
     const unsigned page_bits = log2_of(page_slots);
     const unsigned width_bits = log2_of(column_pieces);
+    unsigned number = blockIdx.x;
+    const unsigned end = static_cast<unsigned>(num_columns);
+    Column column(columns, number < end ? number : 0);
 
     // Everything that does not depend on another load travels at once: a short list is all latency.
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     const int length = count[0];
-    unsigned number = blockIdx.x;
-    const bool has_column = number < static_cast<unsigned>(num_columns);
-    Column column(columns, has_column ? number : 0);
     for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
         from[row] = src[row];
         to[row] = dst[row];
@@ -869,19 +850,13 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         return;
     }
     const unsigned rows = static_cast<unsigned>(length);
-    const bool by_column = capacity <= LIST_AHEAD;
-    HeldColumn<LIST_PIECES, LIST_THREADS> held;
-    Held<LIST_UNROLL> ahead;
-    Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
-    const bool has_row = !by_column && walk.row < rows;
-    if (by_column && has_column) {
+    using Pieces = HeldColumn<LIST_PIECES, LIST_THREADS>;
+    Pieces held;
+    if (number < end) {
         held.load(given, num_slots, column, rows, width_bits, page_bits);
-    }
-    if (has_row) {
-        column = Column(places, walk.column);
-        const long long slot = src[walk.row];
-        if (given.holds(slot)) {
-            ahead.load<false>(column.at(slot, page_bits), column);
+        if (number + gridDim.x < end) {
+            const Column next(columns, number + gridDim.x);
+            Pieces::prefetch(given, num_slots, next, rows, page_bits);
         }
     }
     __syncthreads();
@@ -908,27 +883,19 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         }
         return;
     }
-    // Who moves column by column need not know whether rows overlap, and says so last.
-    if (!by_column) {
-        overlaps = __syncthreads_or(overlaps) != 0;
-    }
-    if (!by_column && !overlaps) {
-        if (has_row && from[walk.row] != to[walk.row]) {
-            ahead.store(column.at(to[walk.row], page_bits), column);
+    // The barriers of the verdict stand between the loads of the first column and its stores.
+    while (number < end) {
+        const unsigned next = number + gridDim.x;
+        if (next + gridDim.x < end) {
+            const Column behind(columns, next + gridDim.x);
+            Pieces::prefetch(slots, num_slots, behind, rows, page_bits);
         }
-        walk.step();
-        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
-    } else {
-        // The barriers of the verdict stand between the loads of the first column and its stores.
-        bool loaded = by_column;
-        for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
-            if (!loaded) {
-                column = Column(columns, number);
-                held.load(slots, num_slots, column, rows, width_bits, page_bits);
-                __syncthreads();
-            }
-            held.store(slots, column, rows, width_bits, page_bits);
-            loaded = false;
+        held.store(slots, column, rows, width_bits, page_bits);
+        number = next;
+        if (number < end) {
+            column = Column(columns, number);
+            held.load(slots, num_slots, column, rows, width_bits, page_bits);
+            __syncthreads();
         }
     }
     if (blockIdx.x == 0) {
@@ -958,12 +925,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
 // @param status     write   int32  [4]                        code, row, slot low word, high word
 // @block CHECK_THREADS
 // @shared 16 + 16 * ceil_div(num_slots, 128)
+// @early
 extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
-    relocate_check(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   unsigned int* bitmap, int* status) {
+    relocate_check(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, unsigned int* bitmap, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first_outside, 1);
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     const MoveList list = {src, dst, num_slots};
     if (bitmap != nullptr) {
         check(list, count, capacity, GlobalMarks{bitmap}, first_outside, status);
@@ -991,10 +960,13 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
 // @param readers   update  int32  [num_slots]   likewise
 // @param counts    update  int32  [PHASES + 1]   cleared
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_index(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, int* writers, int* readers, int* counts) {
+    relocate_index(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, const int* status, int* writers, int* readers,
+                   int* counts) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1029,11 +1001,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param readers   read    int32  [num_slots]
 // @param order     update  int32  [capacity, 2]   written as far as the list reaches
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_order(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, const int* __restrict__ writers,
-                   const int* __restrict__ readers, int* order) {
+    relocate_order(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, const int* status, const int* writers, const int* readers,
+                   int* order) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1071,10 +1045,12 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param phases    update  int32  [PHASES, capacity, 2]    a row, and its place in the scratch or -1
 // @param staged    update  int32  [capacity]               the row in each place
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_phases(const long long* __restrict__ src, const long long* __restrict__ dst,
-                    const int* __restrict__ count, int capacity, const int* __restrict__ status,
-                    const int* __restrict__ order, int* counts, int* phases, int* staged) {
+    relocate_phases(const long long* src, const long long* dst, const int* count, int capacity,
+                    const int* status, const int* order, int* counts, int* phases, int* staged) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1127,12 +1103,14 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param scratch       scratch uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_stage(const unsigned long long* __restrict__ places, int num_places, int round,
-                   int page_slots, const long long* __restrict__ src, const int* __restrict__ count,
-                   int capacity, const int* __restrict__ status, const int* __restrict__ counts,
-                   const int* __restrict__ staged, int column_bytes, long long scratch_rows,
-                   unsigned char* scratch) {
+                   int page_slots, const long long* src, const int* count, int capacity,
+                   const int* status, const int* counts, const int* staged, int column_bytes,
+                   long long scratch_rows, unsigned char* scratch) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1141,10 +1119,9 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (part.columns == 0) {
         return;
     }
-    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
-         walk.step()) {
+    for (Walk walk(part.columns); walk.row < static_cast<unsigned>(rows); walk.step()) {
         const Column column(places, part.first + walk.column);
-        Held<UNROLL> held;
+        Held held;
         held.move(column.at(src[staged[walk.row]], log2_of(page_slots)),
                   reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
     }
@@ -1173,13 +1150,15 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
 // @param scratch       read    uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_phase(const unsigned long long* __restrict__ places, int num_places, int round,
-                   int phase, int page_slots, const long long* __restrict__ src,
-                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                   const int* __restrict__ status, const int* __restrict__ counts,
-                   const int* __restrict__ phases, int column_bytes, long long scratch_rows,
+                   int phase, int page_slots, const long long* src, const long long* dst,
+                   const int* count, int capacity, const int* status, const int* counts,
+                   const int* phases, int column_bytes, long long scratch_rows,
                    const unsigned char* scratch) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1189,15 +1168,14 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     }
     const unsigned page_bits = log2_of(page_slots);
     const int* listed = phases + 2ll * phase * capacity;
-    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
-         walk.step()) {
+    for (Walk walk(part.columns); walk.row < static_cast<unsigned>(counts[phase]); walk.step()) {
         const int row = listed[2 * walk.row];
         const int place = listed[2 * walk.row + 1];
         const Column column(places, part.first + walk.column);
         const char* source =
             place < 0 ? column.at(src[row], page_bits)
                       : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
-        Held<UNROLL> held;
+        Held held;
         held.move(source, column.at(dst[row], page_bits), column);
     }
 }
@@ -1220,15 +1198,26 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
 // @param status        read    int32  [4]               the verdict of relocate_check
 // @reach places        update                           the pools
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_rows(const unsigned long long* __restrict__ places, int num_places, int page_slots,
-                  const long long* __restrict__ src, const long long* __restrict__ dst,
-                  const int* __restrict__ count, int capacity, const int* __restrict__ status) {
+                  const long long* src, const long long* dst, const int* count, int capacity,
+                  const int* status) {
+    ptx::launch_dependents();
+    ptx::wait_for_dependency();
     const int length = count[0];
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
-    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
-                          static_cast<unsigned>(length));
+    const unsigned page_bits = log2_of(page_slots);
+    for (Walk walk(static_cast<unsigned>(num_places)); walk.row < static_cast<unsigned>(length);
+         walk.step()) {
+        const long long from = src[walk.row];
+        const long long to = dst[walk.row];
+        if (from != to) {
+            const Column column(places, walk.column);
+            Held held;
+            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
+        }
+    }
 }

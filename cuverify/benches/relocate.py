@@ -39,6 +39,8 @@ LISTS = (
     *(("cycle", rows) for rows in ROWS[2:]),
 )
 REPEATS = 50
+LONG_REPEATS = 15
+"""Of a list of more than `COPIED_ROWS` rows, which takes milliseconds."""
 COPIES = 16
 """Moves of a short list in one graph."""
 COPIED_ROWS = 1024
@@ -121,6 +123,8 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
         "copies": copies,
     }  # fmt: skip
 
+    repeats = REPEATS if rows <= COPIED_ROWS else LONG_REPEATS
+
     def ours() -> str | None:
         wrong = _what_is_wrong(storage, lists, plans)
         faults = [str(plan.peek_status()) for plan in plans if plan.peek_status().code != 0]
@@ -130,13 +134,13 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
         steps: Sequence[Step], check: Callable[[], str | None], peer: str | None
     ) -> dict[str, Any]:
         def alone() -> Timing:
-            return time_graph(steps[0], REPEATS)
+            return time_graph(steps[0], repeats)
 
         return gated(
             "relocate",
             shape,
             check=check,
-            timing=lambda: time_copies(steps, REPEATS),
+            timing=lambda: time_copies(steps, repeats),
             alone=alone if copies > 1 else None,
             floor_us=copy_floor_us(moved),
             bytes=moved,
@@ -147,7 +151,7 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
     if len(plans[0].launches) > 1 and kind == "disjoint":
         yield gated(
             "relocate_check", {"rows": rows, "slots": slots}, check=ours,
-            timing=lambda: time_graph(plans[0].launches[0], REPEATS),
+            timing=lambda: time_graph(plans[0].launches[0], repeats),
         )  # fmt: skip
     for peer, steps in _peers(storage, lists):
         yield record(

@@ -38,13 +38,13 @@ SCRATCH_BYTES = 1 << 30
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
-LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
-"""Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
+BLOCK_ROWS = 128
+"""Longest list that is moved by small blocks."""
+LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
+"""Values for longer ones: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
-# Several times what is resident, so that no multiprocessor waits for the slowest block's last row.
-_CTAS_PER_MULTIPROCESSOR = 32
 
 
 class RelocateCode(enum.IntEnum):
@@ -171,10 +171,11 @@ def _workspace(
     if not 1 <= capacity < 2**31:
         raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
     shape = _Shape.of(layout, capacity, list_rows, values)
-    buffers = {"status": Buffer((4,), "int32"), "places": Buffer(shape.places.shape, "uint64")}
+    buffers = {"status": Buffer((4,), "int32")}
     if shape.one_launch:
         buffers["columns"] = Buffer(shape.columns.shape, "uint64")
         return buffers
+    buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shared_bytes is None:
         shared_bytes = max_shared_bytes(_HOST_SHARED_ARCH)
     if _check_shared_bytes(layout.num_slots) > shared_bytes:
@@ -216,10 +217,10 @@ class RelocateWorkspace:
     ----------
     status : tensor of int32, shape (4,)
         Written completely by every launch.
-    places : tensor of uint64, shape (P, 4)
-        The columns of the pools; written when a plan is made, read by every launch.
+    places : tensor of uint64, shape (P, 4), or None
+        The columns of the pools, for long lists; written when a plan is made, read by every launch.
     columns : tensor of uint64, shape (C, 4), or None
-        Likewise, narrower ones; for short lists only.
+        Likewise, narrower ones, for short lists.
     bitmap : tensor of uint32, shape (ceil(num_slots / 32),), or None
         Where long lists are judged; zero before the first launch and after every launch. With None
         they are judged in shared memory, which is faster and possible where `relocate_workspace`
@@ -237,7 +238,7 @@ class RelocateWorkspace:
     """
 
     status: Any
-    places: Any
+    places: Any = None
     columns: Any = None
     bitmap: Any = None
     writers: Any = None
@@ -388,43 +389,22 @@ class RelocatePlan:
         self._list = (src, dst, count, capacity)
         self._disjoint_only = not shape.one_launch and workspace.scratch is None
         kernels = relocate_kernels(**shape.values)
-        if shape.by_warp:
+        if shape.one_launch:
             self.launches: tuple[BoundLaunch, ...] = (
-                self._few(kernels["relocate_few"], shape, page_size, num_ctas, device),
-            )
-        elif shape.one_launch:
-            self.launches = (
-                self._one_launch(kernels["relocate_list"], shape, page_size, num_ctas, device),
+                self._one_launch(kernels, shape, page_size, num_ctas, device),
             )
         else:
             self.launches = tuple(
                 self._long(kernels, shape, page_size, num_ctas, device, "bitmap" in sizes)
             )
-        _write(workspace.places, shape.places)
         if shape.one_launch:
             _write(workspace.columns, shape.columns)
-
-    def _few(
-        self,
-        kernel: Kernel,
-        shape: _Shape,
-        page_size: int,
-        num_ctas: int | None,
-        device: str | None,
-    ) -> BoundLaunch:
-        held = self.workspace
-        src, dst, count, capacity = self._list
-        threads = number_of(kernel, "FEW_THREADS")
-        useful = -(-len(shape.columns) * _WARP // threads)
-        return kernel.bind(
-            grid(num_ctas, device, useful, _CTAS_PER_MULTIPROCESSOR), threads,
-            held.columns, len(shape.columns), shape.column_pieces, page_size, src, dst, count,
-            capacity, self.num_slots, held.status, reach={"columns": list(self.pools)},
-        )  # fmt: skip
+        else:
+            _write(workspace.places, shape.places)
 
     def _one_launch(
         self,
-        kernel: Kernel,
+        kernels: Mapping[str, Kernel],
         shape: _Shape,
         page_size: int,
         num_ctas: int | None,
@@ -432,15 +412,22 @@ class RelocatePlan:
     ) -> BoundLaunch:
         held = self.workspace
         src, dst, count, capacity = self._list
-        threads = number_of(kernel, "LIST_THREADS")
-        moving = -(-capacity * len(shape.places) * LANES // threads)
-        useful = len(shape.columns) if capacity <= shape.ahead else moving
+        tables = held.columns, len(shape.columns), shape.column_pieces, page_size
+        lists = src, dst, count, capacity, self.num_slots
+        reach = {"columns": list(self.pools)}
+        if shape.by_warp:
+            few = kernels["relocate_few"]
+            threads = number_of(few, "FEW_THREADS")
+            blocks = -(-len(shape.columns) * _WARP // threads)
+            return few.bind(
+                grid(num_ctas, device, blocks, blocks), threads, *tables, *lists, held.status,
+                reach=reach,
+            )  # fmt: skip
+        kernel = kernels["relocate_list"]
         resident = number_of(kernel, "LIST_RESIDENT")
         return kernel.bind(
-            grid(num_ctas, device, useful, resident), threads,
-            held.columns, len(shape.columns), shape.column_pieces, held.places, len(shape.places),
-            page_size, src, dst, count, capacity, self.num_slots, _buckets(capacity), held.status,
-            reach={"columns": list(self.pools), "places": list(self.pools)},
+            grid(num_ctas, device, len(shape.columns), resident), number_of(kernel, "LIST_THREADS"),
+            *tables, *lists, _buckets(capacity), held.status, reach=reach,
         )  # fmt: skip
 
     def _long(
@@ -464,12 +451,14 @@ class RelocatePlan:
         )  # fmt: skip
         threads = number_of(rows, "ROWS_THREADS")
         pieces = -(-capacity * places * LANES // threads)
-        by_piece = grid(num_ctas, device, pieces, _CTAS_PER_MULTIPROCESSOR)
+        # What is resident and no more: where a launch has nothing to do, its blocks are its cost.
+        resident = number_of(rows, "ROWS_RESIDENT")
+        by_piece = grid(num_ctas, device, pieces, resident)
         yield rows.bind(
             by_piece, threads,
             held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
-        by_row = grid(num_ctas, device, -(-capacity // threads), _CTAS_PER_MULTIPROCESSOR)
+        by_row = grid(num_ctas, device, -(-capacity // threads), resident)
         if self._disjoint_only:
             return
         yield kernels["relocate_index"].bind(
@@ -693,7 +682,6 @@ class _Shape:
     columns: NDArray[np.uint64]
     column_pieces: int
     column_bytes: int
-    ahead: int
     phases: int
     values: dict[str, int]
 
@@ -705,16 +693,15 @@ class _Shape:
             raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
-        ahead = known["LIST_AHEAD"]
         one_launch = capacity <= list_rows
         by_warp = one_launch and capacity <= known["FEW_ROWS"]
-        if one_launch and capacity > ahead:
+        if one_launch and capacity > BLOCK_ROWS:
             values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
                 values = {"NARROW_ROWS": 0, **values}
-            if one_launch and capacity <= ahead:
+            if one_launch and capacity <= BLOCK_ROWS:
                 name, threads = (
                     ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
                 )
@@ -730,14 +717,16 @@ class _Shape:
             raise ArgumentError(
                 "values", values, f"{held} pieces are held at once, of lists of {capacity} rows"
             )
-        unroll = known["LIST_UNROLL" if one_launch else "UNROLL"]
-        places = _table(layout.parts, unroll * LANES, even=True)
+        places = _table(layout.parts, known["UNROLL"] * LANES, even=True)
         columns = _table(layout.parts, column_pieces, even=False)
+        if one_launch and not by_warp:
+            device, resident = layout.first.device, known["LIST_RESIDENT"]
+            columns = _balanced(columns, grid(None, device, len(columns), resident))
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
         return cls(
-            one_launch, by_warp, places, columns, column_pieces, column_bytes, ahead,
-            known["PHASES"], values,
+            one_launch, by_warp, places, columns, column_pieces, column_bytes, known["PHASES"],
+            values,
         )  # fmt: skip
 
 
@@ -752,6 +741,22 @@ def _table(parts: Sequence[_Part], most: int, *, even: bool) -> NDArray[np.uint6
             start = part.address + first * part.width
             lines.append((start, part.page_stride, part.row_stride, number | part.width << 32))
     return np.array(lines, np.uint64)
+
+
+def _balanced(columns: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
+    """Split the columns of the last turn, if it leaves more than half of the blocks without one."""
+    last = len(columns) % blocks
+    splits = blocks // last if last else 1
+    if splits == 1 or len(columns) < blocks:
+        return columns
+    lines = []
+    for start, page_stride, row_stride, size in columns[len(columns) - last :].tolist():
+        pieces, width = size & 0xFFFFFFFF, size >> 32
+        each = -(-pieces // splits)
+        for first in range(0, pieces, each):
+            number = min(each, pieces - first)
+            lines.append((start + first * width, page_stride, row_stride, number | width << 32))
+    return np.concatenate([columns[: len(columns) - last], np.array(lines, np.uint64)])
 
 
 def _buckets(capacity: int) -> int:

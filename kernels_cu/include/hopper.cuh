@@ -11,6 +11,8 @@
 #error "hopper.cuh is for sm_90a: wgmma and mbarrier have no twin on the host lane"
 #endif
 
+#include "ptx.cuh"
+
 namespace hopper {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
@@ -125,17 +127,8 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned row) {
 
 // ---- kernels that follow one another ------------------------------------------------------------
 
-// Lets the next kernel of the stream start, if it was launched to start early, when all blocks have
-// come here or ended.
-__device__ __forceinline__ void launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Until the kernel in front has ended and all that it wrote can be read. For kernels that were
-// launched to start early; in others it does nothing.
-__device__ __forceinline__ void wait_for_dependency() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+using ptx::launch_dependents;
+using ptx::wait_for_dependency;
 
 // ---- warpgroups ---------------------------------------------------------------------------------
 

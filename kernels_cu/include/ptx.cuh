@@ -36,6 +36,9 @@ template <int Left>
 inline void cp_async_wait() {
     ::cuverify_host::async_wait(Left);
 }
+// Kernels of the host lane run one after another.
+inline void launch_dependents() {}
+inline void wait_for_dependency() {}
 // Within 2 ulp on the device; a result below the normal numbers is 0 there, and so it is here.
 inline float exp2_approx(float value) {
     float power = exp2f(value);
@@ -90,6 +93,25 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int Left>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
+// ---- kernels that follow one another; before sm_90 they never overlap --------------------------
+
+// Lets the next kernel of the stream start, if it was launched to start early, when all blocks have
+// come here or ended.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel in front has ended and all that it wrote can be read. For kernels that were
+// launched to start early; in others it does nothing. A load that the compiler takes for one of
+// constant memory (`const` and `__restrict__`) may be moved in front of it.
+__device__ __forceinline__ void wait_for_dependency() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ float exp2_approx(float value) {
