@@ -5,7 +5,8 @@ churned by the requests of a production trace (or of its quantiles, where the tr
 A time is that of one of two layers in a replayed graph, each with a pool of its own that is larger
 than the L2 cache, which is swept before each replay; `alone` is one layer in a graph of its own.
 Only where the rows lie differs between the pools of one service; `cuverify.relocation_study` says
-how.
+how. Beside it stands, timed the same way, what it takes to read the rows of the prefixes in token
+order and to do nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def run(device: str) -> list[dict[str, Any]]:
     import torch
 
     from cuverify.cases.verify_attention import Capacity, SizedBatch, VerifyAttentionStep
+    from cuverify.ceilings import read_step
     from cuverify.kv_layout import KvLayout
     from cuverify.relocation_study import TRACES, TREE, churned
     from cuverify.validators.compare import compare, host_array
@@ -57,6 +59,9 @@ def run(device: str) -> list[dict[str, Any]]:
                 return None
 
             attends = [step.attend for step in steps]
+            slots = torch.from_numpy(layout.kv_indices().copy()).cuda()
+            reads = [read_step(step.pool, slots)[0] for step in steps]
+            read_us = time_copies(reads, REPEATS).us
             found = layout.fragmentation()
             rows = int(layout.seq_lens.sum()) + batch.num_tokens
             records.append(
@@ -74,8 +79,9 @@ def run(device: str) -> list[dict[str, Any]]:
                     timing=lambda attends=attends: time_copies(attends, REPEATS),  # type: ignore[misc]
                     alone=lambda attends=attends: time_graph(attends[0], REPEATS),  # type: ignore[misc]
                     bytes=rows * 2 * batch.width,
+                    read_us=read_us,
                 )
             )
-            del step, steps, attends, expected
+            del step, steps, attends, reads, expected
             torch.cuda.empty_cache()
     return records
