@@ -45,7 +45,8 @@
 // All columns are disjoint; pools may differ in row size. A page is page_slots slots, a power of two.
 //
 // Kernels start early (`@early`): they wait for the one in front before they read anything but the
-// tables of columns, which the host wrote long before.
+// tables of columns, which the host wrote long before. Those of short lists let the next one start
+// at once; those that move much do not, since what waits takes room.
 //
 // All kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
 // contract allows; every buffer is the caller's.
@@ -77,6 +78,26 @@
 // pieces that a thread of them holds between reading and writing
 #ifndef LIST_PIECES
 #define LIST_PIECES 8
+#endif
+// longest list that is moved column by column whether its rows overlap or not
+#ifndef LIST_AHEAD
+#define LIST_AHEAD 128
+#endif
+// pieces that a lane of a group holds of a row of a longer one
+#ifndef LIST_UNROLL
+#define LIST_UNROLL 3
+#endif
+// pairs (row, column) that a group has brought into L2 while a longer list is judged
+#ifndef LIST_PREFETCH
+#define LIST_PREFETCH 3
+#endif
+// rows of a chain that a group reads before it writes any of them
+#ifndef CHAIN_ROWS
+#define CHAIN_ROWS 2
+#endif
+// longest chain that one group moves, in rows
+#ifndef CHAIN_MOST
+#define CHAIN_MOST 16
 #endif
 // threads of the one block that checks
 #ifndef CHECK_THREADS
@@ -129,6 +150,7 @@ static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
 static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
+static_assert(CHAIN_ROWS >= 1 && CHAIN_MOST >= 1 && LIST_UNROLL >= 1, "at least one");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
@@ -332,6 +354,12 @@ __device__ void check(const MoveList& list, const int* count, int capacity, cons
     }
     const unsigned rows = static_cast<unsigned>(length);
     head.load<CHECK_AHEAD, CHECK_UNROLL>(list, rows);
+    // A batch is judged while the next one is not on its way: what is behind the first shall at
+    // least come from L2.
+    for (unsigned row = CHECK_STEP + 16 * threadIdx.x; row < rows; row += 16 * CHECK_THREADS) {
+        prefetch_l2(list.src + row);
+        prefetch_l2(list.dst + row);
+    }
     const Verdict whole = judge(list, head, rows, marks);
     if (Marks::OUTLIVES_LAUNCH || whole.illegal) {
         marks.clear(list, head, rows);
@@ -407,47 +435,66 @@ __device__ bool is_wide(const Column& column) { return !NARROW_ROWS || column.wi
 
 // What the lanes of a group hold of one column of one row: all loads in front of the stores, so that
 // the misses of a lane overlap.
+template <unsigned PIECES>
 struct Held {
-    uint4 piece[UNROLL];
+    uint4 piece[PIECES];
 
     template <unsigned WIDTH, bool WHOLE>
-    __device__ void load(const char* source, unsigned pieces) {
+    __device__ void load_as(const char* source, unsigned pieces) {
         const unsigned lane = threadIdx.x % LANES;
         source += lane * WIDTH;
 #pragma unroll
-        for (unsigned k = 0; k < UNROLL; ++k) {
+        for (unsigned k = 0; k < PIECES; ++k) {
             if (WHOLE || k * LANES + lane < pieces) {
                 piece[k] = load_piece<WIDTH>(source + k * LANES * WIDTH);
             }
         }
     }
     template <unsigned WIDTH, bool WHOLE>
-    __device__ void store(char* destination, unsigned pieces) const {
+    __device__ void store_as(char* destination, unsigned pieces) const {
         const unsigned lane = threadIdx.x % LANES;
         destination += lane * WIDTH;
 #pragma unroll
-        for (unsigned k = 0; k < UNROLL; ++k) {
+        for (unsigned k = 0; k < PIECES; ++k) {
             if (WHOLE || k * LANES + lane < pieces) {
                 store_piece<WIDTH>(destination + k * LANES * WIDTH, piece[k]);
             }
         }
     }
-    template <unsigned WIDTH, bool WHOLE>
-    __device__ void move_as(const char* source, char* destination, unsigned pieces) {
-        load<WIDTH, WHOLE>(source, pieces);
-        store<WIDTH, WHOLE>(destination, pieces);
+    __device__ void load(const char* source, const Column& column) {
+        if (is_wide(column)) {
+            load_as<WIDE, false>(source, column.pieces);
+        } else {
+            load_as<4, false>(source, column.pieces);
+        }
+    }
+    __device__ void store(char* destination, const Column& column) const {
+        if (is_wide(column)) {
+            store_as<WIDE, false>(destination, column.pieces);
+        } else {
+            store_as<4, false>(destination, column.pieces);
+        }
     }
     // Between rows of which nobody else reads or writes any.
     __device__ void move(const char* source, char* destination, const Column& column) {
-        if (!is_wide(column)) {
-            move_as<4, false>(source, destination, column.pieces);
-        } else if (column.pieces == LANES * UNROLL) {
-            move_as<WIDE, true>(source, destination, column.pieces);
+        if (is_wide(column) && column.pieces == LANES * PIECES) {
+            load_as<WIDE, true>(source, column.pieces);
+            store_as<WIDE, true>(destination, column.pieces);
         } else {
-            move_as<WIDE, false>(source, destination, column.pieces);
+            load(source, column);
+            store(destination, column);
         }
     }
 };
+
+// Brings a part of a row into L2, without waiting for it; the lanes of a group share its lines. What
+// others write there meanwhile is no matter: nothing is read.
+__device__ void prefetch_part(const char* source, const Column& column) {
+    const unsigned bytes = column.pieces * column.width;
+    for (unsigned at = threadIdx.x % LANES * 128; at < bytes; at += LANES * 128) {
+        prefetch_l2(source + at);
+    }
+}
 
 // A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
 // numbers, since there can be more pairs than 32 bits count.
@@ -458,8 +505,8 @@ struct Walk {
     unsigned column_step;
     unsigned columns;
 
-    __device__ explicit Walk(unsigned extent) {
-        constexpr unsigned groups = ROWS_THREADS / LANES;
+    __device__ Walk(unsigned threads, unsigned extent) {
+        const unsigned groups = threads / LANES;
         const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
         row = group / extent;
         column = group % extent;
@@ -478,12 +525,30 @@ struct Walk {
     }
 };
 
+// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
+// right.
+template <unsigned PIECES>
+__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
+                              const long long* src, const long long* dst, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
+        const long long from = src[walk.row];
+        const long long to = dst[walk.row];
+        if (from != to) {
+            const Column column(places, walk.column);
+            Held<PIECES> held;
+            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
+        }
+    }
+}
+
 // A short list in shared memory, and a hash table of the rows that move, by destination.
 struct ShortList {
     long long* from;
     long long* to;
-    unsigned* bucket;  // NOBODY or a row
-    unsigned buckets;  // a power of two, at least twice the rows
+    unsigned* bucket;   // NOBODY or a row
+    unsigned* writer;   // of each row: who writes its source, NOBODY or a row
+    unsigned* readers;  // of each row: how many read what it writes
+    unsigned buckets;   // a power of two, at least twice the rows
 
     __device__ unsigned first_bucket(long long slot) const {
         const unsigned low = static_cast<unsigned>(slot);
@@ -501,16 +566,82 @@ struct ShortList {
         }
     }
 
-    // Whether a row moves something into a slot.
-    __device__ bool is_written(long long slot) const {
+    // The row that moves something into a slot, or NOBODY.
+    __device__ unsigned writer_of(long long slot) const {
         for (unsigned at = first_bucket(slot);; at = (at + 1) & (buckets - 1)) {
             const unsigned other = bucket[at];
             if (other == NOBODY || to[other] == slot) {
-                return other != NOBODY;
+                return other;
             }
         }
     }
+
+    __device__ bool moves(unsigned row) const { return from[row] != to[row]; }
+    // Whether a row moves something that nobody waits for.
+    __device__ bool is_end(unsigned row) const { return moves(row) && readers[row] == 0; }
+
+    // Whether the rows are chains that can each be moved from its end: nothing that is written is
+    // read twice, no chain closes, and none is long. Every thread of the block calls it; `left` is 0.
+    __device__ bool is_chains(unsigned rows, int* left) const {
+        bool tangled = false;
+        for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
+            if (moves(row) && writer[row] != NOBODY) {
+                tangled |= atomicAdd(&readers[writer[row]], 1u) != 0;
+            }
+        }
+        __syncthreads();
+        int unseen = 0;  // rows that move, less those that a way from an end has met
+        for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
+            unseen += moves(row) ? 1 : 0;
+            if (is_end(row)) {
+                int length = 0;
+                for (unsigned at = row; at != NOBODY && length <= CHAIN_MOST; at = writer[at]) {
+                    ++length;
+                }
+                tangled |= length > CHAIN_MOST;
+                unseen -= length;
+            }
+        }
+        if (unseen != 0) {
+            atomicAdd(left, unseen);
+        }
+        if (__syncthreads_or(tangled) != 0) {
+            return false;
+        }
+        return *left == 0;
+    }
 };
+
+// Moves the pairs of a walk in a list of chains. A group moves a chain from its end on. Each lane
+// has the same part of all rows, so that its own order is enough.
+template <unsigned PIECES>
+__device__ void move_chains(Walk walk, const unsigned long long* places, unsigned page_bits,
+                            const ShortList& list, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
+        if (!list.is_end(walk.row)) {
+            continue;
+        }
+        const Column column(places, walk.column);
+        for (unsigned next = walk.row; next != NOBODY;) {
+            unsigned row[CHAIN_ROWS];
+            Held<PIECES> held[CHAIN_ROWS];
+#pragma unroll
+            for (int k = 0; k < CHAIN_ROWS; ++k) {
+                row[k] = next;
+                if (next != NOBODY) {
+                    held[k].load(column.at(list.from[next], page_bits), column);
+                    next = list.writer[next];
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < CHAIN_ROWS; ++k) {
+                if (row[k] != NOBODY) {
+                    held[k].store(column.at(list.to[row[k]], page_bits), column);
+                }
+            }
+        }
+    }
+}
 
 // What a thread holds of one column of all rows, between reading and writing. THREADS threads share
 // the column: a block, or a warp. `moves(k, row)` gives the row of piece k.
@@ -544,18 +675,6 @@ struct HeldColumn {
                     piece[k] = is_wide(column) ? load_piece<WIDE>(source + offset * WIDE)
                                                : load_piece<4>(source + offset * 4);
                 }
-            }
-        }
-    }
-    // Brings a column into L2, a row a thread, without waiting for it. What others write there
-    // meanwhile is no matter: nothing is read.
-    template <class Moves>
-    __device__ static void prefetch(const Moves& moves, long long num_slots, const Column& column,
-                                    unsigned rows, unsigned page_bits) {
-        for (unsigned row = threadIdx.x % THREADS; row < rows; row += THREADS) {
-            const Move move = moves(0, row);
-            if (move.from != move.to && move.from >= 0 && move.from < num_slots) {
-                prefetch_l2(column.at(move.from, page_bits));
             }
         }
     }
@@ -791,14 +910,20 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
 // shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
-// block waits for another. A block reads a column of all rows before it writes any of it; the first
-// one is under way, and the next, while the list is judged. capacity * column_pieces <=
-// LIST_THREADS * LIST_PIECES. The first slots of the dead tail may be loaded, as numbers.
+// block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
+// a column of all rows before it writes any of it, and loads the first while it judges. A longer
+// list is moved row by row where it is disjoint, chain by chain where its rows are chains of at most
+// CHAIN_MOST, and column by column where they close or two read what is written.
+// capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places cover the same bytes,
+// those of `columns` in at most column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL.
+// The first slots of the dead tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
 // @param num_columns    value   int32
 // @param column_pieces  value   int32                       most pieces of one, a power of two
+// @param places         read    uint64 [num_places, 4]      the pools, in wide columns
+// @param num_places     value   int32
 // @param page_slots     value   int32                       slots of a page, a power of two
 // @param src            read    int64  [capacity]           source slots; a dead tail follows
 // @param dst            read    int64  [capacity]           destination slots, likewise
@@ -808,19 +933,24 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // @param buckets        value   int32                       a power of two, at least 2 * capacity
 // @param status         write   int32  [4]                  code, row, slot low word, high word
 // @reach columns        update                              the pools
+// @reach places         update                              the pools
 // @block LIST_THREADS
-// @shared 16 + 16 * (capacity + capacity % 2) + 4 * buckets
+// @shared 32 + 16 * (capacity + capacity % 2) + 4 * buckets + 32 * ceil_div(capacity, 4)
 // @early
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     relocate_list(const unsigned long long* __restrict__ columns, int num_columns,
-                  int column_pieces, int page_slots, const long long* src, const long long* dst,
-                  const int* count, int capacity, long long num_slots, int buckets, int* status) {
+                  int column_pieces, const unsigned long long* __restrict__ places, int num_places,
+                  int page_slots, const long long* src, const long long* dst, const int* count,
+                  int capacity, long long num_slots, int buckets, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
+    CARVE(cursor, int, left, 1);
     CARVE(cursor, long long, from, capacity);
     CARVE(cursor, long long, to, capacity);
     CARVE(cursor, unsigned, bucket, buckets);
-    const ShortList list = {from, to, bucket, static_cast<unsigned>(buckets)};
+    CARVE(cursor, unsigned, writer, capacity);
+    CARVE(cursor, unsigned, readers, capacity);
+    const ShortList list = {from, to, bucket, writer, readers, static_cast<unsigned>(buckets)};
     const MoveList given = {src, dst, num_slots};
     const MoveList slots = {from, to, num_slots};
     const unsigned page_bits = log2_of(page_slots);
@@ -836,12 +966,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
         from[row] = src[row];
         to[row] = dst[row];
+        readers[row] = 0;
     }
     for (unsigned at = threadIdx.x; at < list.buckets; at += LIST_THREADS) {
         bucket[at] = NOBODY;
     }
     if (threadIdx.x == 0) {
         first[0] = NOBODY;
+        left[0] = 0;
     }
     if (length < 0 || length > capacity) {
         if (blockIdx.x == 0) {
@@ -850,13 +982,21 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         return;
     }
     const unsigned rows = static_cast<unsigned>(length);
-    using Pieces = HeldColumn<LIST_PIECES, LIST_THREADS>;
-    Pieces held;
-    if (number < end) {
+    const bool by_column = capacity <= LIST_AHEAD;
+    const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
+    HeldColumn<LIST_PIECES, LIST_THREADS> held;
+    if (by_column && number < end) {
         held.load(given, num_slots, column, rows, width_bits, page_bits);
-        if (number + gridDim.x < end) {
-            const Column next(columns, number + gridDim.x);
-            Pieces::prefetch(given, num_slots, next, rows, page_bits);
+    }
+    if (!by_column) {
+        // Not into registers: who judges sooner may write what is read here, if the rows overlap.
+        Walk ahead = walk;
+        for (int pair = 0; pair < LIST_PREFETCH && ahead.row < rows; ++pair, ahead.step()) {
+            const long long slot = src[ahead.row];
+            if (given.holds(slot)) {
+                const Column part(places, ahead.column);
+                prefetch_part(part.at(slot, page_bits), part);
+            }
         }
     }
     __syncthreads();
@@ -872,7 +1012,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     __syncthreads();
     bool overlaps = false;
     for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-        if (list.is_written(from[row])) {
+        writer[row] = list.writer_of(from[row]);
+        if (writer[row] != NOBODY) {
             illegal |= from[row] == to[row];
             overlaps |= from[row] != to[row];
         }
@@ -883,19 +1024,25 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         }
         return;
     }
-    // The barriers of the verdict stand between the loads of the first column and its stores.
-    while (number < end) {
-        const unsigned next = number + gridDim.x;
-        if (next + gridDim.x < end) {
-            const Column behind(columns, next + gridDim.x);
-            Pieces::prefetch(slots, num_slots, behind, rows, page_bits);
-        }
-        held.store(slots, column, rows, width_bits, page_bits);
-        number = next;
-        if (number < end) {
-            column = Column(columns, number);
-            held.load(slots, num_slots, column, rows, width_bits, page_bits);
-            __syncthreads();
+    // Who moves column by column need not know whether rows overlap, and says so last.
+    if (!by_column) {
+        overlaps = __syncthreads_or(overlaps) != 0;
+    }
+    if (!by_column && !overlaps) {
+        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
+    } else if (!by_column && list.is_chains(rows, left)) {
+        move_chains<LIST_UNROLL>(walk, places, page_bits, list, rows);
+    } else {
+        // The barriers of the verdict stand between the loads of the first column and its stores.
+        bool loaded = by_column;
+        for (; number < end; number += gridDim.x) {
+            if (!loaded) {
+                column = Column(columns, number);
+                held.load(slots, num_slots, column, rows, width_bits, page_bits);
+                __syncthreads();
+            }
+            held.store(slots, column, rows, width_bits, page_bits);
+            loaded = false;
         }
     }
     if (blockIdx.x == 0) {
@@ -931,7 +1078,6 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
                    long long num_slots, unsigned int* bitmap, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first_outside, 1);
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     const MoveList list = {src, dst, num_slots};
     if (bitmap != nullptr) {
@@ -965,7 +1111,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_index(const long long* src, const long long* dst, const int* count, int capacity,
                    long long num_slots, const int* status, int* writers, int* readers,
                    int* counts) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1006,7 +1151,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_order(const long long* src, const long long* dst, const int* count, int capacity,
                    long long num_slots, const int* status, const int* writers, const int* readers,
                    int* order) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1049,7 +1193,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_phases(const long long* src, const long long* dst, const int* count, int capacity,
                     const int* status, const int* order, int* counts, int* phases, int* staged) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1109,7 +1252,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
                    int page_slots, const long long* src, const int* count, int capacity,
                    const int* status, const int* counts, const int* staged, int column_bytes,
                    long long scratch_rows, unsigned char* scratch) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1119,9 +1261,10 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (part.columns == 0) {
         return;
     }
-    for (Walk walk(part.columns); walk.row < static_cast<unsigned>(rows); walk.step()) {
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
+         walk.step()) {
         const Column column(places, part.first + walk.column);
-        Held held;
+        Held<UNROLL> held;
         held.move(column.at(src[staged[walk.row]], log2_of(page_slots)),
                   reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
     }
@@ -1157,7 +1300,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
                    const int* count, int capacity, const int* status, const int* counts,
                    const int* phases, int column_bytes, long long scratch_rows,
                    const unsigned char* scratch) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1168,14 +1310,15 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     }
     const unsigned page_bits = log2_of(page_slots);
     const int* listed = phases + 2ll * phase * capacity;
-    for (Walk walk(part.columns); walk.row < static_cast<unsigned>(counts[phase]); walk.step()) {
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
+         walk.step()) {
         const int row = listed[2 * walk.row];
         const int place = listed[2 * walk.row + 1];
         const Column column(places, part.first + walk.column);
         const char* source =
             place < 0 ? column.at(src[row], page_bits)
                       : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
-        Held held;
+        Held<UNROLL> held;
         held.move(source, column.at(dst[row], page_bits), column);
     }
 }
@@ -1203,21 +1346,12 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_rows(const unsigned long long* __restrict__ places, int num_places, int page_slots,
                   const long long* src, const long long* dst, const int* count, int capacity,
                   const int* status) {
-    ptx::launch_dependents();
     ptx::wait_for_dependency();
     const int length = count[0];
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    const unsigned page_bits = log2_of(page_slots);
-    for (Walk walk(static_cast<unsigned>(num_places)); walk.row < static_cast<unsigned>(length);
-         walk.step()) {
-        const long long from = src[walk.row];
-        const long long to = dst[walk.row];
-        if (from != to) {
-            const Column column(places, walk.column);
-            Held held;
-            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
-        }
-    }
+    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
+                          static_cast<unsigned>(length));
 }

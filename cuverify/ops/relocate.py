@@ -38,11 +38,11 @@ SCRATCH_BYTES = 1 << 30
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
-BLOCK_ROWS = 128
-"""Longest list that is moved by small blocks."""
-LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
-"""Values for longer ones: those are bandwidth, shorter ones all latency."""
+LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 1, "LIST_PIECES": 8, "LIST_UNROLL": 9}
+"""Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
+# Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
+_BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
@@ -172,10 +172,11 @@ def _workspace(
         raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
     shape = _Shape.of(layout, capacity, list_rows, values)
     buffers = {"status": Buffer((4,), "int32")}
+    if not shape.by_warp:
+        buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shape.one_launch:
         buffers["columns"] = Buffer(shape.columns.shape, "uint64")
         return buffers
-    buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shared_bytes is None:
         shared_bytes = max_shared_bytes(_HOST_SHARED_ARCH)
     if _check_shared_bytes(layout.num_slots) > shared_bytes:
@@ -218,9 +219,10 @@ class RelocateWorkspace:
     status : tensor of int32, shape (4,)
         Written completely by every launch.
     places : tensor of uint64, shape (P, 4), or None
-        The columns of the pools, for long lists; written when a plan is made, read by every launch.
+        The columns of the pools; written when a plan is made, read by every launch. Not for lists
+        of up to 32 rows.
     columns : tensor of uint64, shape (C, 4), or None
-        Likewise, narrower ones, for short lists.
+        Likewise, narrower ones, for lists that take one launch.
     bitmap : tensor of uint32, shape (ceil(num_slots / 32),), or None
         Where long lists are judged; zero before the first launch and after every launch. With None
         they are judged in shared memory, which is faster and possible where `relocate_workspace`
@@ -399,7 +401,7 @@ class RelocatePlan:
             )
         if shape.one_launch:
             _write(workspace.columns, shape.columns)
-        else:
+        if not shape.by_warp:
             _write(workspace.places, shape.places)
 
     def _one_launch(
@@ -412,22 +414,26 @@ class RelocatePlan:
     ) -> BoundLaunch:
         held = self.workspace
         src, dst, count, capacity = self._list
-        tables = held.columns, len(shape.columns), shape.column_pieces, page_size
-        lists = src, dst, count, capacity, self.num_slots
-        reach = {"columns": list(self.pools)}
+        columns = held.columns, len(shape.columns), shape.column_pieces
+        lists = page_size, src, dst, count, capacity, self.num_slots
+        pools = list(self.pools)
         if shape.by_warp:
             few = kernels["relocate_few"]
             threads = number_of(few, "FEW_THREADS")
             blocks = -(-len(shape.columns) * _WARP // threads)
             return few.bind(
-                grid(num_ctas, device, blocks, blocks), threads, *tables, *lists, held.status,
-                reach=reach,
+                grid(num_ctas, device, blocks, blocks), threads, *columns, *lists, held.status,
+                reach={"columns": pools},
             )  # fmt: skip
         kernel = kernels["relocate_list"]
-        resident = number_of(kernel, "LIST_RESIDENT")
+        threads, resident = number_of(kernel, "LIST_THREADS"), number_of(kernel, "LIST_RESIDENT")
+        useful = len(shape.columns)
+        if shape.by_row:
+            useful = max(useful, -(-capacity * len(shape.places) * LANES // threads))
         return kernel.bind(
-            grid(num_ctas, device, len(shape.columns), resident), number_of(kernel, "LIST_THREADS"),
-            *tables, *lists, _buckets(capacity), held.status, reach=reach,
+            grid(num_ctas, device, useful, resident), threads,
+            *columns, held.places, len(shape.places), *lists, _buckets(capacity), held.status,
+            reach={"columns": pools, "places": pools},
         )  # fmt: skip
 
     def _long(
@@ -451,7 +457,6 @@ class RelocatePlan:
         )  # fmt: skip
         threads = number_of(rows, "ROWS_THREADS")
         pieces = -(-capacity * places * LANES // threads)
-        # What is resident and no more: where a launch has nothing to do, its blocks are its cost.
         resident = number_of(rows, "ROWS_RESIDENT")
         by_piece = grid(num_ctas, device, pieces, resident)
         yield rows.bind(
@@ -678,6 +683,7 @@ class _Shape:
 
     one_launch: bool
     by_warp: bool
+    by_row: bool
     places: NDArray[np.uint64]
     columns: NDArray[np.uint64]
     column_pieces: int
@@ -694,14 +700,17 @@ class _Shape:
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
         one_launch = capacity <= list_rows
+        by_row = one_launch and capacity > known["LIST_AHEAD"]
         by_warp = one_launch and capacity <= known["FEW_ROWS"]
-        if one_launch and capacity > BLOCK_ROWS:
+        if by_row:
             values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
                 values = {"NARROW_ROWS": 0, **values}
-            if one_launch and capacity <= BLOCK_ROWS:
+            if not one_launch:
+                values = {**_BLOCKS_ON_A_GPU, **values}
+            elif not by_row:
                 name, threads = (
                     ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
                 )
@@ -717,7 +726,8 @@ class _Shape:
             raise ArgumentError(
                 "values", values, f"{held} pieces are held at once, of lists of {capacity} rows"
             )
-        places = _table(layout.parts, known["UNROLL"] * LANES, even=True)
+        unroll = known["LIST_UNROLL" if one_launch else "UNROLL"]
+        places = _table(layout.parts, unroll * LANES, even=True)
         columns = _table(layout.parts, column_pieces, even=False)
         if one_launch and not by_warp:
             device, resident = layout.first.device, known["LIST_RESIDENT"]
@@ -725,8 +735,8 @@ class _Shape:
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
         return cls(
-            one_launch, by_warp, places, columns, column_pieces, column_bytes, known["PHASES"],
-            values,
+            one_launch, by_warp, by_row, places, columns, column_pieces, column_bytes,
+            known["PHASES"], values,
         )  # fmt: skip
 
 
