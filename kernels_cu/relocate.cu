@@ -44,9 +44,9 @@
 //   [3] low 32 bits: pieces of the part; high 32 bits: bytes of a piece, 16 or 4
 // All columns are disjoint; pools may differ in row size. A page is page_slots slots, a power of two.
 //
-// Kernels start early (`@early`): they wait for the one in front before they read anything but the
-// tables of columns, which the host wrote long before. Those of short lists let the next one start
-// at once; those that move much do not, since what waits takes room.
+// Kernels with `@early` wait for the one in front before they read anything but the tables of
+// columns, which the host wrote long before. What the kernel in front may have written is no
+// `__restrict__` parameter of theirs: a compiler may move a load of constant memory past the wait.
 //
 // All kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
 // contract allows; every buffer is the caller's.
@@ -89,15 +89,7 @@
 #endif
 // pairs (row, column) that a group has brought into L2 while a longer list is judged
 #ifndef LIST_PREFETCH
-#define LIST_PREFETCH 3
-#endif
-// rows of a chain that a group reads before it writes any of them
-#ifndef CHAIN_ROWS
-#define CHAIN_ROWS 2
-#endif
-// longest chain that one group moves, in rows
-#ifndef CHAIN_MOST
-#define CHAIN_MOST 16
+#define LIST_PREFETCH 2
 #endif
 // threads of the one block that checks
 #ifndef CHECK_THREADS
@@ -129,11 +121,11 @@
 #endif
 // neighbours on either side of a row in its chain that are asked whether the chain is cut there
 #ifndef ORDER_REACH
-#define ORDER_REACH 1
+#define ORDER_REACH 2
 #endif
 // launches that move the rows of a list that overlaps, for some of the columns
 #ifndef PHASES
-#define PHASES 4
+#define PHASES 3
 #endif
 
 namespace {
@@ -150,7 +142,7 @@ static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
 static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
-static_assert(CHAIN_ROWS >= 1 && CHAIN_MOST >= 1 && LIST_UNROLL >= 1, "at least one");
+static_assert(LIST_UNROLL >= 1 && LIST_PREFETCH >= 0, "at least one load in flight");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
@@ -545,10 +537,8 @@ __device__ void move_disjoint(Walk walk, const unsigned long long* places, unsig
 struct ShortList {
     long long* from;
     long long* to;
-    unsigned* bucket;   // NOBODY or a row
-    unsigned* writer;   // of each row: who writes its source, NOBODY or a row
-    unsigned* readers;  // of each row: how many read what it writes
-    unsigned buckets;   // a power of two, at least twice the rows
+    unsigned* bucket;  // NOBODY or a row
+    unsigned buckets;  // a power of two, at least twice the rows
 
     __device__ unsigned first_bucket(long long slot) const {
         const unsigned low = static_cast<unsigned>(slot);
@@ -566,82 +556,16 @@ struct ShortList {
         }
     }
 
-    // The row that moves something into a slot, or NOBODY.
-    __device__ unsigned writer_of(long long slot) const {
+    // Whether a row moves something into a slot.
+    __device__ bool is_written(long long slot) const {
         for (unsigned at = first_bucket(slot);; at = (at + 1) & (buckets - 1)) {
             const unsigned other = bucket[at];
             if (other == NOBODY || to[other] == slot) {
-                return other;
+                return other != NOBODY;
             }
         }
-    }
-
-    __device__ bool moves(unsigned row) const { return from[row] != to[row]; }
-    // Whether a row moves something that nobody waits for.
-    __device__ bool is_end(unsigned row) const { return moves(row) && readers[row] == 0; }
-
-    // Whether the rows are chains that can each be moved from its end: nothing that is written is
-    // read twice, no chain closes, and none is long. Every thread of the block calls it; `left` is 0.
-    __device__ bool is_chains(unsigned rows, int* left) const {
-        bool tangled = false;
-        for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-            if (moves(row) && writer[row] != NOBODY) {
-                tangled |= atomicAdd(&readers[writer[row]], 1u) != 0;
-            }
-        }
-        __syncthreads();
-        int unseen = 0;  // rows that move, less those that a way from an end has met
-        for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-            unseen += moves(row) ? 1 : 0;
-            if (is_end(row)) {
-                int length = 0;
-                for (unsigned at = row; at != NOBODY && length <= CHAIN_MOST; at = writer[at]) {
-                    ++length;
-                }
-                tangled |= length > CHAIN_MOST;
-                unseen -= length;
-            }
-        }
-        if (unseen != 0) {
-            atomicAdd(left, unseen);
-        }
-        if (__syncthreads_or(tangled) != 0) {
-            return false;
-        }
-        return *left == 0;
     }
 };
-
-// Moves the pairs of a walk in a list of chains. A group moves a chain from its end on. Each lane
-// has the same part of all rows, so that its own order is enough.
-template <unsigned PIECES>
-__device__ void move_chains(Walk walk, const unsigned long long* places, unsigned page_bits,
-                            const ShortList& list, unsigned rows) {
-    for (; walk.row < rows; walk.step()) {
-        if (!list.is_end(walk.row)) {
-            continue;
-        }
-        const Column column(places, walk.column);
-        for (unsigned next = walk.row; next != NOBODY;) {
-            unsigned row[CHAIN_ROWS];
-            Held<PIECES> held[CHAIN_ROWS];
-#pragma unroll
-            for (int k = 0; k < CHAIN_ROWS; ++k) {
-                row[k] = next;
-                if (next != NOBODY) {
-                    held[k].load(column.at(list.from[next], page_bits), column);
-                    next = list.writer[next];
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < CHAIN_ROWS; ++k) {
-                if (row[k] != NOBODY) {
-                    held[k].store(column.at(list.to[row[k]], page_bits), column);
-                }
-            }
-        }
-    }
-}
 
 // What a thread holds of one column of all rows, between reading and writing. THREADS threads share
 // the column: a block, or a warp. `moves(k, row)` gives the row of piece k.
@@ -911,12 +835,11 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
 // shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
 // block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
-// a column of all rows before it writes any of it, and loads the first while it judges. A longer
-// list is moved row by row where it is disjoint, chain by chain where its rows are chains of at most
-// CHAIN_MOST, and column by column where they close or two read what is written.
-// capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places cover the same bytes,
-// those of `columns` in at most column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL.
-// The first slots of the dead tail may be loaded, as numbers.
+// a column of all rows before it writes any of it, and loads the first while it judges. So is a
+// longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=
+// LIST_THREADS * LIST_PIECES; columns and places cover the same bytes, those of `columns` in at most
+// column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL. The first slots of the dead
+// tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
@@ -935,22 +858,19 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // @reach columns        update                              the pools
 // @reach places         update                              the pools
 // @block LIST_THREADS
-// @shared 32 + 16 * (capacity + capacity % 2) + 4 * buckets + 32 * ceil_div(capacity, 4)
-// @early
+// @shared 16 + 16 * (capacity + capacity % 2) + 4 * buckets
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     relocate_list(const unsigned long long* __restrict__ columns, int num_columns,
                   int column_pieces, const unsigned long long* __restrict__ places, int num_places,
-                  int page_slots, const long long* src, const long long* dst, const int* count,
-                  int capacity, long long num_slots, int buckets, int* status) {
+                  int page_slots, const long long* __restrict__ src,
+                  const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
+                  long long num_slots, int buckets, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
-    CARVE(cursor, int, left, 1);
     CARVE(cursor, long long, from, capacity);
     CARVE(cursor, long long, to, capacity);
     CARVE(cursor, unsigned, bucket, buckets);
-    CARVE(cursor, unsigned, writer, capacity);
-    CARVE(cursor, unsigned, readers, capacity);
-    const ShortList list = {from, to, bucket, writer, readers, static_cast<unsigned>(buckets)};
+    const ShortList list = {from, to, bucket, static_cast<unsigned>(buckets)};
     const MoveList given = {src, dst, num_slots};
     const MoveList slots = {from, to, num_slots};
     const unsigned page_bits = log2_of(page_slots);
@@ -960,20 +880,16 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     Column column(columns, number < end ? number : 0);
 
     // Everything that does not depend on another load travels at once: a short list is all latency.
-    ptx::launch_dependents();
-    ptx::wait_for_dependency();
     const int length = count[0];
     for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
         from[row] = src[row];
         to[row] = dst[row];
-        readers[row] = 0;
     }
     for (unsigned at = threadIdx.x; at < list.buckets; at += LIST_THREADS) {
         bucket[at] = NOBODY;
     }
     if (threadIdx.x == 0) {
         first[0] = NOBODY;
-        left[0] = 0;
     }
     if (length < 0 || length > capacity) {
         if (blockIdx.x == 0) {
@@ -1012,8 +928,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     __syncthreads();
     bool overlaps = false;
     for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-        writer[row] = list.writer_of(from[row]);
-        if (writer[row] != NOBODY) {
+        if (list.is_written(from[row])) {
             illegal |= from[row] == to[row];
             overlaps |= from[row] != to[row];
         }
@@ -1030,8 +945,6 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     }
     if (!by_column && !overlaps) {
         move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
-    } else if (!by_column && list.is_chains(rows, left)) {
-        move_chains<LIST_UNROLL>(walk, places, page_bits, list, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;
@@ -1078,6 +991,7 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
                    long long num_slots, unsigned int* bitmap, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first_outside, 1);
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     const MoveList list = {src, dst, num_slots};
     if (bitmap != nullptr) {
@@ -1111,6 +1025,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_index(const long long* src, const long long* dst, const int* count, int capacity,
                    long long num_slots, const int* status, int* writers, int* readers,
                    int* counts) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1151,6 +1066,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_order(const long long* src, const long long* dst, const int* count, int capacity,
                    long long num_slots, const int* status, const int* writers, const int* readers,
                    int* order) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1193,6 +1109,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
     relocate_phases(const long long* src, const long long* dst, const int* count, int capacity,
                     const int* status, const int* order, int* counts, int* phases, int* staged) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1252,6 +1169,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
                    int page_slots, const long long* src, const int* count, int capacity,
                    const int* status, const int* counts, const int* staged, int column_bytes,
                    long long scratch_rows, unsigned char* scratch) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1300,6 +1218,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
                    const int* count, int capacity, const int* status, const int* counts,
                    const int* phases, int column_bytes, long long scratch_rows,
                    const unsigned char* scratch) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
@@ -1346,6 +1265,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_rows(const unsigned long long* __restrict__ places, int num_places, int page_slots,
                   const long long* src, const long long* dst, const int* count, int capacity,
                   const int* status) {
+    ptx::launch_dependents();
     ptx::wait_for_dependency();
     const int length = count[0];
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {

@@ -34,11 +34,11 @@ LANES = 8
 """Threads that share one column of one row in `relocate_rows`."""
 LIST_ROWS = 1024
 """Most rows that a list may have room for to be moved in one launch."""
-SCRATCH_BYTES = 1 << 30
+SCRATCH_BYTES = 1 << 31
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
-LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 1, "LIST_PIECES": 8, "LIST_UNROLL": 9}
+LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
