@@ -16,14 +16,16 @@
 // the first row that is illegal together with the rows in front of it, so a fault has one report
 // whatever the schedule of the threads.
 //
-// status int32 [4], written completely by every launch of `relocate_list` or `relocate_check`:
+// status int32 [4], written completely by every launch of the kernels that judge, which are
+// `relocate_few`, `relocate_list` and `relocate_check`:
 //   [0] 0 legal; 1 count out of range; 2 source out of range; 3 destination out of range;
 //       4 destination of two rows (of two faults of one row the lower number)
 //   [1] the row, -1 when the fault is the count's or there is none
 //   [2] low and [3] high word of the slot that is at fault (the count at code 1); of a legal list
 //       1 where a row writes what another one reads, else 0
 //
-// Lists whose capacity is at most 1,024 rows take one launch, `relocate_list`. Longer ones take
+// Lists whose capacity is at most 32 rows take one launch, `relocate_few`, and up to 1,024 rows one
+// of `relocate_list`. Longer ones take
 // `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
 // `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
 // time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
@@ -42,31 +44,52 @@
 //   [3] low 32 bits: pieces of the part; high 32 bits: bytes of a piece, 16 or 4
 // All columns are disjoint; pools may differ in row size. A page is page_slots slots, a power of two.
 //
+// Kernels with `@early` wait for the one in front before they read anything but the tables of
+// columns, which the host wrote long before. What the kernel in front may have written is no
+// `__restrict__` parameter of theirs: a compiler may move a load of constant memory past the wait.
+//
 // All kernels: no host reads, no allocation, all addresses 64 bits wide, any grid that the
 // contract allows; every buffer is the caller's.
 
+#include "early.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
 
+// most rows of a list that each warp judges by itself, a row a lane
+#ifndef FEW_ROWS
+#define FEW_ROWS 32
+#endif
+// threads of a block of such warps
+#ifndef FEW_THREADS
+#define FEW_THREADS 128
+#endif
+// pieces that a lane of them holds between reading and writing
+#ifndef FEW_PIECES
+#define FEW_PIECES 8
+#endif
 // threads of a block that judges and moves a short list
 #ifndef LIST_THREADS
 #define LIST_THREADS 128
 #endif
 // blocks of them that a multiprocessor shall hold: a limit to registers
 #ifndef LIST_RESIDENT
-#define LIST_RESIDENT 6
+#define LIST_RESIDENT 5
 #endif
 // pieces that a thread of them holds between reading and writing
 #ifndef LIST_PIECES
 #define LIST_PIECES 8
 #endif
-// pieces that a lane of a group loads before it stores any
+// longest list that is moved column by column whether its rows overlap or not
+#ifndef LIST_AHEAD
+#define LIST_AHEAD 128
+#endif
+// pieces that a lane of a group holds of a row of a longer one
 #ifndef LIST_UNROLL
 #define LIST_UNROLL 3
 #endif
-// lists of up to so many rows are loaded before they are judged
-#ifndef LIST_AHEAD
-#define LIST_AHEAD 128
+// pairs (row, column) that a group has brought into L2 while a longer list is judged
+#ifndef LIST_PREFETCH
+#define LIST_PREFETCH 2
 #endif
 // threads of the one block that checks
 #ifndef CHECK_THREADS
@@ -98,11 +121,11 @@
 #endif
 // neighbours on either side of a row in its chain that are asked whether the chain is cut there
 #ifndef ORDER_REACH
-#define ORDER_REACH 1
+#define ORDER_REACH 2
 #endif
 // launches that move the rows of a list that overlaps, for some of the columns
 #ifndef PHASES
-#define PHASES 4
+#define PHASES 3
 #endif
 
 namespace {
@@ -111,11 +134,15 @@ namespace {
 constexpr unsigned LANES = 8;
 constexpr unsigned WIDE = 16;  // bytes of a piece, where it is not 4
 constexpr unsigned NOBODY = 0xffffffffu;
+constexpr unsigned ALL_LANES = 0xffffffffu;
 
 static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
+static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
+static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
+static_assert(LIST_UNROLL >= 1 && LIST_PREFETCH >= 0, "at least one load in flight");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
 static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
@@ -126,12 +153,18 @@ constexpr int BAD_SOURCE = 2;
 constexpr int BAD_DESTINATION = 3;
 constexpr int DUPLICATE_DESTINATION = 4;
 
+struct Move {
+    long long from;
+    long long to;
+};
+
 struct MoveList {
     const long long* src;
     const long long* dst;
     long long num_slots;
 
     __device__ bool holds(long long slot) const { return slot >= 0 && slot < num_slots; }
+    __device__ Move operator()(unsigned, unsigned row) const { return {src[row], dst[row]}; }
 };
 
 constexpr unsigned CHECK_STEP = CHECK_THREADS * CHECK_UNROLL;
@@ -313,6 +346,12 @@ __device__ void check(const MoveList& list, const int* count, int capacity, cons
     }
     const unsigned rows = static_cast<unsigned>(length);
     head.load<CHECK_AHEAD, CHECK_UNROLL>(list, rows);
+    // A batch is judged while the next one is not on its way: what is behind the first shall at
+    // least come from L2.
+    for (unsigned row = CHECK_STEP + 16 * threadIdx.x; row < rows; row += 16 * CHECK_THREADS) {
+        prefetch_l2(list.src + row);
+        prefetch_l2(list.dst + row);
+    }
     const Verdict whole = judge(list, head, rows, marks);
     if (Marks::OUTLIVES_LAUNCH || whole.illegal) {
         marks.clear(list, head, rows);
@@ -365,10 +404,10 @@ struct Column {
 };
 
 // A piece of 16 or of 4 bytes; of the narrow one only x means something.
-template <unsigned WIDTH, bool READ_ONLY>
+template <unsigned WIDTH>
 __device__ uint4 load_piece(const char* address) {
     if (WIDTH == WIDE) {
-        return READ_ONLY ? load128_nc(address) : load128(address);
+        return load128(address);
     }
     uint4 value = {0, 0, 0, 0};
     value.x = *reinterpret_cast<const unsigned*>(address);
@@ -392,14 +431,14 @@ template <unsigned PIECES>
 struct Held {
     uint4 piece[PIECES];
 
-    template <unsigned WIDTH, bool READ_ONLY, bool WHOLE>
+    template <unsigned WIDTH, bool WHOLE>
     __device__ void load_as(const char* source, unsigned pieces) {
         const unsigned lane = threadIdx.x % LANES;
         source += lane * WIDTH;
 #pragma unroll
         for (unsigned k = 0; k < PIECES; ++k) {
             if (WHOLE || k * LANES + lane < pieces) {
-                piece[k] = load_piece<WIDTH, READ_ONLY>(source + k * LANES * WIDTH);
+                piece[k] = load_piece<WIDTH>(source + k * LANES * WIDTH);
             }
         }
     }
@@ -414,12 +453,11 @@ struct Held {
             }
         }
     }
-    template <bool READ_ONLY>
     __device__ void load(const char* source, const Column& column) {
         if (is_wide(column)) {
-            load_as<WIDE, READ_ONLY, false>(source, column.pieces);
+            load_as<WIDE, false>(source, column.pieces);
         } else {
-            load_as<4, READ_ONLY, false>(source, column.pieces);
+            load_as<4, false>(source, column.pieces);
         }
     }
     __device__ void store(char* destination, const Column& column) const {
@@ -432,14 +470,23 @@ struct Held {
     // Between rows of which nobody else reads or writes any.
     __device__ void move(const char* source, char* destination, const Column& column) {
         if (is_wide(column) && column.pieces == LANES * PIECES) {
-            load_as<WIDE, true, true>(source, column.pieces);
+            load_as<WIDE, true>(source, column.pieces);
             store_as<WIDE, true>(destination, column.pieces);
         } else {
-            load<true>(source, column);
+            load(source, column);
             store(destination, column);
         }
     }
 };
+
+// Brings a part of a row into L2, without waiting for it; the lanes of a group share its lines. What
+// others write there meanwhile is no matter: nothing is read.
+__device__ void prefetch_part(const char* source, const Column& column) {
+    const unsigned bytes = column.pieces * column.width;
+    for (unsigned at = threadIdx.x % LANES * 128; at < bytes; at += LANES * 128) {
+        prefetch_l2(source + at);
+    }
+}
 
 // A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
 // numbers, since there can be more pairs than 32 bits count.
@@ -520,45 +567,51 @@ struct ShortList {
     }
 };
 
-// What a thread holds of one column of all rows, between reading and writing.
+// What a thread holds of one column of all rows, between reading and writing. THREADS threads share
+// the column: a block, or a warp. `moves(k, row)` gives the row of piece k.
+template <unsigned PIECES, unsigned THREADS>
 struct HeldColumn {
-    uint4 piece[LIST_PIECES];
+    uint4 piece[PIECES];
 
-    // Whether piece k of this thread is one, and of what row; `width_bits` says how many pieces of
-    // a row the column has at most.
-    __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
-                               unsigned& row, unsigned& offset) {
-        const unsigned at = k * LIST_THREADS + threadIdx.x;
-        row = at >> width_bits;
-        offset = at & ((1u << width_bits) - 1);
-        return row < rows && offset < column.pieces;
+    // The place of piece k among those of the column; `width_bits` says how many pieces of a row the
+    // column has at most.
+    __device__ static unsigned place(unsigned k) { return k * THREADS + threadIdx.x % THREADS; }
+    __device__ static unsigned row_of(unsigned k, unsigned width_bits) {
+        return place(k) >> width_bits;
     }
-    // The list may not be judged yet: rows with a slot out of range read nothing. It comes from
-    // global or from shared memory.
-    __device__ void load(const MoveList& list, const Column& column, unsigned rows,
-                         unsigned width_bits, unsigned page_bits) {
+    // Whether piece k of this thread is one, and where it is in its row.
+    __device__ static bool has(unsigned k, const Column& column, unsigned rows, unsigned width_bits,
+                               unsigned& offset) {
+        offset = place(k) & ((1u << width_bits) - 1);
+        return row_of(k, width_bits) < rows && offset < column.pieces;
+    }
+    // The list may not be judged yet: rows with a slot out of range read nothing.
+    template <class Moves>
+    __device__ void load(const Moves& moves, long long num_slots, const Column& column,
+                         unsigned rows, unsigned width_bits, unsigned page_bits) {
 #pragma unroll
-        for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, offset;
-            if (has(k, column, rows, width_bits, row, offset)) {
-                const long long slot = list.src[row];
-                if (slot != list.dst[row] && list.holds(slot)) {
-                    const char* source = column.at(slot, page_bits);
-                    piece[k] = is_wide(column) ? load_piece<WIDE, false>(source + offset * WIDE)
-                                               : load_piece<4, false>(source + offset * 4);
+        for (unsigned k = 0; k < PIECES; ++k) {
+            unsigned offset;
+            if (has(k, column, rows, width_bits, offset)) {
+                const Move move = moves(k, row_of(k, width_bits));
+                if (move.from != move.to && move.from >= 0 && move.from < num_slots) {
+                    const char* source = column.at(move.from, page_bits);
+                    piece[k] = is_wide(column) ? load_piece<WIDE>(source + offset * WIDE)
+                                               : load_piece<4>(source + offset * 4);
                 }
             }
         }
     }
-    __device__ void store(const MoveList& list, const Column& column, unsigned rows,
+    template <class Moves>
+    __device__ void store(const Moves& moves, const Column& column, unsigned rows,
                           unsigned width_bits, unsigned page_bits) const {
 #pragma unroll
-        for (unsigned k = 0; k < LIST_PIECES; ++k) {
-            unsigned row, offset;
-            if (has(k, column, rows, width_bits, row, offset)) {
-                const long long slot = list.dst[row];
-                if (slot != list.src[row]) {
-                    char* destination = column.at(slot, page_bits);
+        for (unsigned k = 0; k < PIECES; ++k) {
+            unsigned offset;
+            if (has(k, column, rows, width_bits, offset)) {
+                const Move move = moves(k, row_of(k, width_bits));
+                if (move.from != move.to) {
+                    char* destination = column.at(move.to, page_bits);
                     if (is_wide(column)) {
                         store_piece<WIDE>(destination + offset * WIDE, piece[k]);
                     } else {
@@ -568,6 +621,14 @@ struct HeldColumn {
             }
         }
     }
+};
+
+// The rows of a thread's pieces, in registers: loaded together with everything else.
+template <unsigned PIECES>
+struct OwnMoves {
+    Move move[PIECES];
+
+    __device__ Move operator()(unsigned k, unsigned) const { return move[k]; }
 };
 
 // Names the first row of a short list that is illegal together with those in front of it.
@@ -674,15 +735,111 @@ struct Round {
 
 }  // namespace
 
+// Judges a list of up to 32 rows, writes `status`, and moves its rows in all columns or nothing.
+//
+// Launch: any number of blocks of FEW_THREADS threads, no shared memory. Every warp judges the list
+// by itself, lane i row i, and moves whole columns: it reads a column of all rows before it writes
+// any of it. No warp waits for another. capacity <= FEW_ROWS, capacity * column_pieces <=
+// 32 * FEW_PIECES. The dead tail may be loaded, as numbers.
+//
+// @kernel relocate_few
+// @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
+// @param num_columns    value   int32
+// @param column_pieces  value   int32                       most pieces of one, a power of two
+// @param page_slots     value   int32                       slots of a page, a power of two
+// @param src            read    int64  [capacity]           source slots; a dead tail follows
+// @param dst            read    int64  [capacity]           destination slots, likewise
+// @param count          read    int32  [1]                  rows of the list
+// @param capacity       value   int32                       length of both lists, at most 32
+// @param num_slots      value   int64                       slots of every pool
+// @param status         write   int32  [4]                  code, row, slot low word, high word
+// @reach columns        update                              the pools
+// @block FEW_THREADS
+// @early
+extern "C" __global__ void __launch_bounds__(FEW_THREADS)
+    relocate_few(const unsigned long long* __restrict__ columns, int num_columns, int column_pieces,
+                 int page_slots, const long long* src, const long long* dst, const int* count,
+                 int capacity, long long num_slots, int* status) {
+    const unsigned room = static_cast<unsigned>(capacity);
+    const unsigned page_bits = log2_of(page_slots);
+    const unsigned width_bits = log2_of(column_pieces);
+    const unsigned lane = threadIdx.x % 32;
+    unsigned number = (blockIdx.x * FEW_THREADS + threadIdx.x) / 32;
+    if (number >= static_cast<unsigned>(num_columns)) {
+        early::wait_for_dependency();
+        return;
+    }
+    const bool reports = number == 0;
+    const MoveList list = {src, dst, num_slots};
+
+    Column column(columns, number);
+
+    // Everything that does not depend on another load travels at once.
+    early::launch_dependents();
+    early::wait_for_dependency();
+    const int length = count[0];
+    const Move judged = lane < room ? list(0, lane) : Move{0, 0};
+    using Pieces = HeldColumn<FEW_PIECES, 32>;
+    OwnMoves<FEW_PIECES> own;
+#pragma unroll
+    for (unsigned k = 0; k < FEW_PIECES; ++k) {
+        const unsigned row = Pieces::row_of(k, width_bits);
+        own.move[k] = row < room ? list(k, row) : Move{0, 0};
+    }
+    if (length < 0 || length > capacity) {
+        if (reports) {
+            write_status(status, BAD_COUNT, -1, length);
+        }
+        return;
+    }
+    const unsigned rows = static_cast<unsigned>(length);
+    Pieces held;
+    held.load(own, num_slots, column, rows, width_bits, page_bits);
+
+    // While the first column is on its way: who of the rows in front has the same destination?
+    const bool listed = lane < rows;
+    const bool moving = listed && judged.from != judged.to;
+    const unsigned movers = __ballot_sync(ALL_LANES, moving);
+    const unsigned alike = __match_any_sync(ALL_LANES, judged.to) & ((1u << lane) - 1);
+    const bool again = (moving ? alike : alike & movers) != 0;
+    const bool inside = list.holds(judged.from) && list.holds(judged.to);
+    const unsigned illegal = __ballot_sync(ALL_LANES, listed && (!inside || again));
+    if (illegal != 0) {
+        if (reports) {
+            report(list, __ffs(illegal) - 1, status);
+        }
+        return;
+    }
+    while (true) {
+        __syncwarp();  // all lanes have read the column
+        held.store(own, column, rows, width_bits, page_bits);
+        number += gridDim.x * (FEW_THREADS / 32);
+        if (number >= static_cast<unsigned>(num_columns)) {
+            break;
+        }
+        column = Column(columns, number);
+        held.load(own, num_slots, column, rows, width_bits, page_bits);
+    }
+    if (reports) {
+        bool overlaps = false;
+        for (unsigned row = 0; row < rows; ++row) {
+            const bool written = __shfl_sync(ALL_LANES, judged.to, row) == judged.from;
+            overlaps |= written && moving && (movers >> row & 1) != 0;
+        }
+        write_status(status, LEGAL, -1, __any_sync(ALL_LANES, overlaps) != 0);
+    }
+}
+
 // Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
 // shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
-// block waits for another. A list of up to LIST_AHEAD rows, and any that overlaps, is moved column
-// by column: a block reads a column of all rows before it writes any of it. A longer disjoint list
-// is moved row by row. capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places
-// cover the same bytes, those of `columns` in at most column_pieces pieces, those of `places` in at
-// most 8 * LIST_UNROLL. The first slots of the dead tail may be loaded, as numbers.
+// block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
+// a column of all rows before it writes any of it, and loads the first while it judges. So is a
+// longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=
+// LIST_THREADS * LIST_PIECES; columns and places cover the same bytes, those of `columns` in at most
+// column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL. The first slots of the dead
+// tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
@@ -718,12 +875,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     const MoveList slots = {from, to, num_slots};
     const unsigned page_bits = log2_of(page_slots);
     const unsigned width_bits = log2_of(column_pieces);
+    unsigned number = blockIdx.x;
+    const unsigned end = static_cast<unsigned>(num_columns);
+    Column column(columns, number < end ? number : 0);
 
     // Everything that does not depend on another load travels at once: a short list is all latency.
     const int length = count[0];
-    unsigned number = blockIdx.x;
-    const bool has_column = number < static_cast<unsigned>(num_columns);
-    Column column(columns, has_column ? number : 0);
     for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
         from[row] = src[row];
         to[row] = dst[row];
@@ -742,18 +899,20 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     }
     const unsigned rows = static_cast<unsigned>(length);
     const bool by_column = capacity <= LIST_AHEAD;
-    HeldColumn held;
-    Held<LIST_UNROLL> ahead;
-    Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
-    const bool has_row = !by_column && walk.row < rows;
-    if (by_column && has_column) {
-        held.load(given, column, rows, width_bits, page_bits);
+    const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
+    HeldColumn<LIST_PIECES, LIST_THREADS> held;
+    if (by_column && number < end) {
+        held.load(given, num_slots, column, rows, width_bits, page_bits);
     }
-    if (has_row) {
-        column = Column(places, walk.column);
-        const long long slot = src[walk.row];
-        if (given.holds(slot)) {
-            ahead.load<false>(column.at(slot, page_bits), column);
+    if (!by_column) {
+        // Not into registers: who judges sooner may write what is read here, if the rows overlap.
+        Walk ahead = walk;
+        for (int pair = 0; pair < LIST_PREFETCH && ahead.row < rows; ++pair, ahead.step()) {
+            const long long slot = src[ahead.row];
+            if (given.holds(slot)) {
+                const Column part(places, ahead.column);
+                prefetch_part(part.at(slot, page_bits), part);
+            }
         }
     }
     __syncthreads();
@@ -785,18 +944,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         overlaps = __syncthreads_or(overlaps) != 0;
     }
     if (!by_column && !overlaps) {
-        if (has_row && from[walk.row] != to[walk.row]) {
-            ahead.store(column.at(to[walk.row], page_bits), column);
-        }
-        walk.step();
         move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;
-        for (; number < static_cast<unsigned>(num_columns); number += gridDim.x) {
+        for (; number < end; number += gridDim.x) {
             if (!loaded) {
                 column = Column(columns, number);
-                held.load(slots, column, rows, width_bits, page_bits);
+                held.load(slots, num_slots, column, rows, width_bits, page_bits);
                 __syncthreads();
             }
             held.store(slots, column, rows, width_bits, page_bits);
@@ -830,12 +985,14 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
 // @param status     write   int32  [4]                        code, row, slot low word, high word
 // @block CHECK_THREADS
 // @shared 16 + 16 * ceil_div(num_slots, 128)
+// @early
 extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
-    relocate_check(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   unsigned int* bitmap, int* status) {
+    relocate_check(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, unsigned int* bitmap, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first_outside, 1);
+    early::launch_dependents();
+    early::wait_for_dependency();
     const MoveList list = {src, dst, num_slots};
     if (bitmap != nullptr) {
         check(list, count, capacity, GlobalMarks{bitmap}, first_outside, status);
@@ -863,10 +1020,13 @@ extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
 // @param readers   update  int32  [num_slots]   likewise
 // @param counts    update  int32  [PHASES + 1]   cleared
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_index(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, int* writers, int* readers, int* counts) {
+    relocate_index(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, const int* status, int* writers, int* readers,
+                   int* counts) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -901,11 +1061,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param readers   read    int32  [num_slots]
 // @param order     update  int32  [capacity, 2]   written as far as the list reaches
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_order(const long long* __restrict__ src, const long long* __restrict__ dst,
-                   const int* __restrict__ count, int capacity, long long num_slots,
-                   const int* __restrict__ status, const int* __restrict__ writers,
-                   const int* __restrict__ readers, int* order) {
+    relocate_order(const long long* src, const long long* dst, const int* count, int capacity,
+                   long long num_slots, const int* status, const int* writers, const int* readers,
+                   int* order) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -943,10 +1105,12 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param phases    update  int32  [PHASES, capacity, 2]    a row, and its place in the scratch or -1
 // @param staged    update  int32  [capacity]               the row in each place
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
-    relocate_phases(const long long* __restrict__ src, const long long* __restrict__ dst,
-                    const int* __restrict__ count, int capacity, const int* __restrict__ status,
-                    const int* __restrict__ order, int* counts, int* phases, int* staged) {
+    relocate_phases(const long long* src, const long long* dst, const int* count, int capacity,
+                    const int* status, const int* order, int* counts, int* phases, int* staged) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -999,12 +1163,14 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS)
 // @param scratch       scratch uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_stage(const unsigned long long* __restrict__ places, int num_places, int round,
-                   int page_slots, const long long* __restrict__ src, const int* __restrict__ count,
-                   int capacity, const int* __restrict__ status, const int* __restrict__ counts,
-                   const int* __restrict__ staged, int column_bytes, long long scratch_rows,
-                   unsigned char* scratch) {
+                   int page_slots, const long long* src, const int* count, int capacity,
+                   const int* status, const int* counts, const int* staged, int column_bytes,
+                   long long scratch_rows, unsigned char* scratch) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1045,13 +1211,15 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
 // @param scratch       read    uint8  [scratch_rows * column_bytes] align=16
 // @reach places        update
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_phase(const unsigned long long* __restrict__ places, int num_places, int round,
-                   int phase, int page_slots, const long long* __restrict__ src,
-                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                   const int* __restrict__ status, const int* __restrict__ counts,
-                   const int* __restrict__ phases, int column_bytes, long long scratch_rows,
+                   int phase, int page_slots, const long long* src, const long long* dst,
+                   const int* count, int capacity, const int* status, const int* counts,
+                   const int* phases, int column_bytes, long long scratch_rows,
                    const unsigned char* scratch) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     if (!in_order(status, count, capacity)) {
         return;
     }
@@ -1092,10 +1260,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
 // @param status        read    int32  [4]               the verdict of relocate_check
 // @reach places        update                           the pools
 // @block ROWS_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     relocate_rows(const unsigned long long* __restrict__ places, int num_places, int page_slots,
-                  const long long* __restrict__ src, const long long* __restrict__ dst,
-                  const int* __restrict__ count, int capacity, const int* __restrict__ status) {
+                  const long long* src, const long long* dst, const int* count, int capacity,
+                  const int* status) {
+    early::launch_dependents();
+    early::wait_for_dependency();
     const int length = count[0];
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;

@@ -122,8 +122,8 @@ def test_every_architecture(arch: str) -> None:
 
 def test_the_package_s_kernel_and_values() -> None:
     source = KernelSource.from_package("relocate")
-    names = {f"relocate_{name}" for name in ("list", "check", "rows", "index", "order")}
-    names |= {"relocate_phases", "relocate_stage", "relocate_phase"}
+    names = {f"relocate_{name}" for name in ("few", "list", "check", "rows", "index")}
+    names |= {f"relocate_{name}" for name in ("order", "phases", "stage", "phase")}
     assert compile_cubin(source, "sm_90").resources.keys() == names
     shared = [
         compile_cubin(text(FULL, values={"ROWS": rows}), "sm_80")

@@ -34,7 +34,7 @@ WAIVED = {
     ),
     **dict.fromkeys(
         ("__syncthreads", "__syncwarp", "__threadfence", "__threadfence_block",
-         "__threadfence_system", "__nanosleep", "__trap",
+         "__threadfence_system", "__nanosleep", "__trap", "prefetch_l2",
          "early::launch_dependents", "early::wait_for_dependency"),
         "gives no value",
     ),

@@ -34,16 +34,17 @@ LANES = 8
 """Threads that share one column of one row in `relocate_rows`."""
 LIST_ROWS = 1024
 """Most rows that a list may have room for to be moved in one launch."""
-SCRATCH_BYTES = 1 << 30
+SCRATCH_BYTES = 1 << 31
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
-LONGER_LISTS = {"LIST_THREADS": 512, "LIST_RESIDENT": 2, "LIST_PIECES": 4}
+LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
+# Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
+_BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
+_WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
-# Several times what is resident, so that no multiprocessor waits for the slowest block's last row.
-_CTAS_PER_MULTIPROCESSOR = 32
 
 
 class RelocateCode(enum.IntEnum):
@@ -170,7 +171,9 @@ def _workspace(
     if not 1 <= capacity < 2**31:
         raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
     shape = _Shape.of(layout, capacity, list_rows, values)
-    buffers = {"status": Buffer((4,), "int32"), "places": Buffer(shape.places.shape, "uint64")}
+    buffers = {"status": Buffer((4,), "int32")}
+    if not shape.by_warp:
+        buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shape.one_launch:
         buffers["columns"] = Buffer(shape.columns.shape, "uint64")
         return buffers
@@ -215,10 +218,11 @@ class RelocateWorkspace:
     ----------
     status : tensor of int32, shape (4,)
         Written completely by every launch.
-    places : tensor of uint64, shape (P, 4)
-        The columns of the pools; written when a plan is made, read by every launch.
+    places : tensor of uint64, shape (P, 4), or None
+        The columns of the pools; written when a plan is made, read by every launch. Not for lists
+        of up to 32 rows.
     columns : tensor of uint64, shape (C, 4), or None
-        Likewise, narrower ones; for short lists only.
+        Likewise, narrower ones, for lists that take one launch.
     bitmap : tensor of uint32, shape (ceil(num_slots / 32),), or None
         Where long lists are judged; zero before the first launch and after every launch. With None
         they are judged in shared memory, which is faster and possible where `relocate_workspace`
@@ -236,7 +240,7 @@ class RelocateWorkspace:
     """
 
     status: Any
-    places: Any
+    places: Any = None
     columns: Any = None
     bitmap: Any = None
     writers: Any = None
@@ -389,19 +393,20 @@ class RelocatePlan:
         kernels = relocate_kernels(**shape.values)
         if shape.one_launch:
             self.launches: tuple[BoundLaunch, ...] = (
-                self._one_launch(kernels["relocate_list"], shape, page_size, num_ctas, device),
+                self._one_launch(kernels, shape, page_size, num_ctas, device),
             )
         else:
             self.launches = tuple(
                 self._long(kernels, shape, page_size, num_ctas, device, "bitmap" in sizes)
             )
-        _write(workspace.places, shape.places)
         if shape.one_launch:
             _write(workspace.columns, shape.columns)
+        if not shape.by_warp:
+            _write(workspace.places, shape.places)
 
     def _one_launch(
         self,
-        kernel: Kernel,
+        kernels: Mapping[str, Kernel],
         shape: _Shape,
         page_size: int,
         num_ctas: int | None,
@@ -409,15 +414,26 @@ class RelocatePlan:
     ) -> BoundLaunch:
         held = self.workspace
         src, dst, count, capacity = self._list
-        threads = number_of(kernel, "LIST_THREADS")
-        moving = -(-capacity * len(shape.places) * LANES // threads)
-        useful = len(shape.columns) if capacity <= shape.ahead else moving
-        resident = number_of(kernel, "LIST_RESIDENT")
+        columns = held.columns, len(shape.columns), shape.column_pieces
+        lists = page_size, src, dst, count, capacity, self.num_slots
+        pools = list(self.pools)
+        if shape.by_warp:
+            few = kernels["relocate_few"]
+            threads = number_of(few, "FEW_THREADS")
+            blocks = -(-len(shape.columns) * _WARP // threads)
+            return few.bind(
+                grid(num_ctas, device, blocks, blocks), threads, *columns, *lists, held.status,
+                reach={"columns": pools},
+            )  # fmt: skip
+        kernel = kernels["relocate_list"]
+        threads, resident = number_of(kernel, "LIST_THREADS"), number_of(kernel, "LIST_RESIDENT")
+        useful = len(shape.columns)
+        if shape.by_row:
+            useful = max(useful, -(-capacity * len(shape.places) * LANES // threads))
         return kernel.bind(
             grid(num_ctas, device, useful, resident), threads,
-            held.columns, len(shape.columns), shape.column_pieces, held.places, len(shape.places),
-            page_size, src, dst, count, capacity, self.num_slots, _buckets(capacity), held.status,
-            reach={"columns": list(self.pools), "places": list(self.pools)},
+            *columns, held.places, len(shape.places), *lists, _buckets(capacity), held.status,
+            reach={"columns": pools, "places": pools},
         )  # fmt: skip
 
     def _long(
@@ -441,12 +457,13 @@ class RelocatePlan:
         )  # fmt: skip
         threads = number_of(rows, "ROWS_THREADS")
         pieces = -(-capacity * places * LANES // threads)
-        by_piece = grid(num_ctas, device, pieces, _CTAS_PER_MULTIPROCESSOR)
+        resident = number_of(rows, "ROWS_RESIDENT")
+        by_piece = grid(num_ctas, device, pieces, resident)
         yield rows.bind(
             by_piece, threads,
             held.places, places, page_size, src, dst, count, capacity, held.status, reach=reach,
         )  # fmt: skip
-        by_row = grid(num_ctas, device, -(-capacity // threads), _CTAS_PER_MULTIPROCESSOR)
+        by_row = grid(num_ctas, device, -(-capacity // threads), resident)
         if self._disjoint_only:
             return
         yield kernels["relocate_index"].bind(
@@ -548,7 +565,7 @@ def relocate_kernels(**values: int) -> dict[str, Kernel]:
 @functools.cache
 def _kernels(values: tuple[tuple[str, int], ...]) -> dict[str, Kernel]:
     source = KernelSource.from_package("relocate", values=dict(values))
-    names = ("list", "check", "rows", "index", "order", "phases", "stage", "phase")
+    names = ("few", "list", "check", "rows", "index", "order", "phases", "stage", "phase")
     return {f"relocate_{name}": Kernel(source, f"relocate_{name}") for name in names}
 
 
@@ -665,11 +682,12 @@ class _Shape:
     """How lists of one capacity are moved: the way, the tables and the kernels' values."""
 
     one_launch: bool
+    by_warp: bool
+    by_row: bool
     places: NDArray[np.uint64]
     columns: NDArray[np.uint64]
     column_pieces: int
     column_bytes: int
-    ahead: int
     phases: int
     values: dict[str, int]
 
@@ -681,32 +699,44 @@ class _Shape:
             raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
-        ahead = known["LIST_AHEAD"]
         one_launch = capacity <= list_rows
-        if one_launch and capacity > ahead:
+        by_row = one_launch and capacity > known["LIST_AHEAD"]
+        by_warp = one_launch and capacity <= known["FEW_ROWS"]
+        if by_row:
             values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
                 values = {"NARROW_ROWS": 0, **values}
-            if one_launch and capacity <= ahead:
-                pieces = -(-capacity * _COLUMN_PIECES // known["LIST_THREADS"])
-                values = {"LIST_PIECES": 1 << (pieces - 1).bit_length(), **values}
+            if not one_launch:
+                values = {**_BLOCKS_ON_A_GPU, **values}
+            elif not by_row:
+                name, threads = (
+                    ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
+                )
+                pieces = -(-capacity * _COLUMN_PIECES // threads)
+                values = {name: 1 << (pieces - 1).bit_length(), **values}
         known.update(values)
-        room = known["LIST_THREADS"] * known["LIST_PIECES"] // capacity
+        held = (
+            _WARP * known["FEW_PIECES"] if by_warp else known["LIST_THREADS"] * known["LIST_PIECES"]
+        )
+        room = held // capacity
         column_pieces = min(_COLUMN_PIECES, 1 << max(room, 1).bit_length() - 1)
         if one_launch and not room:
             raise ArgumentError(
-                "values", values, f"LIST_THREADS * LIST_PIECES is below the lists' {capacity} rows"
+                "values", values, f"{held} pieces are held at once, of lists of {capacity} rows"
             )
         unroll = known["LIST_UNROLL" if one_launch else "UNROLL"]
         places = _table(layout.parts, unroll * LANES, even=True)
         columns = _table(layout.parts, column_pieces, even=False)
+        if one_launch and not by_warp:
+            device, resident = layout.first.device, known["LIST_RESIDENT"]
+            columns = _balanced(columns, grid(None, device, len(columns), resident))
         bytes_of = (places[:, 3] & np.uint64(0xFFFFFFFF)) * (places[:, 3] >> np.uint64(32))
         column_bytes = -(-int(bytes_of.max()) // _PIECE) * _PIECE
         return cls(
-            one_launch, places, columns, column_pieces, column_bytes, ahead, known["PHASES"],
-            values,
+            one_launch, by_warp, by_row, places, columns, column_pieces, column_bytes,
+            known["PHASES"], values,
         )  # fmt: skip
 
 
@@ -721,6 +751,22 @@ def _table(parts: Sequence[_Part], most: int, *, even: bool) -> NDArray[np.uint6
             start = part.address + first * part.width
             lines.append((start, part.page_stride, part.row_stride, number | part.width << 32))
     return np.array(lines, np.uint64)
+
+
+def _balanced(columns: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
+    """Split the columns of the last turn, if it leaves more than half of the blocks without one."""
+    last = len(columns) % blocks
+    splits = blocks // last if last else 1
+    if splits == 1 or len(columns) < blocks:
+        return columns
+    lines = []
+    for start, page_stride, row_stride, size in columns[len(columns) - last :].tolist():
+        pieces, width = size & 0xFFFFFFFF, size >> 32
+        each = -(-pieces // splits)
+        for first in range(0, pieces, each):
+            number = min(each, pieces - first)
+            lines.append((start + first * width, page_stride, row_stride, number | width << 32))
+    return np.concatenate([columns[: len(columns) - last], np.array(lines, np.uint64)])
 
 
 def _buckets(capacity: int) -> int:

@@ -24,7 +24,8 @@ __device__ __forceinline__ void launch_dependents() {
 }
 
 // Until the kernel in front has ended and all that it wrote can be read. For kernels that were
-// launched to start early; in others it does nothing.
+// launched to start early; in others it does nothing. A load that the compiler takes for one of
+// constant memory (`const` and `__restrict__`) may be moved in front of it.
 __device__ __forceinline__ void wait_for_dependency() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
