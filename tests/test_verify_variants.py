@@ -21,9 +21,9 @@ from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.errors import ArgumentError, CompileError, LaunchError
 from cuverify.kernel import Kernel
-from cuverify.ops.verify_attention import verify_attention_kernels
+from cuverify.ops.verify_attention import VerifyAttention, verify_attention_kernels
 from cuverify.resources import survey
-from cuverify.strategies import examples, verify_batches
+from cuverify.strategies import ELEMENTS, examples, verify_batches
 from cuverify.verify_batch import VerifyBatch
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant, variant_of
 
@@ -69,6 +69,16 @@ def test_every_gpu_has_a_variant_that_compiles_for_it() -> None:
         variant = variant_of((number // 10, number % 10))
         limits = limited_to(verify_attention_kernels(variant)[0].source.text)
         assert not limits or {arch, f"{arch}a"} & {*limits}
+
+
+def test_pools_of_codes_take_the_portable_text() -> None:
+    how: dict[str, Any] = {"latent": 512, "rope": 64, "sm_scale": 0.07}
+    for architecture in ((9, 0), (8, 0), (12, 0), None):
+        assert choose_variant(architecture, pool="fp8_e4m3", **how) == "portable"
+    assert choose_variant((9, 0), pool="fp16", **how) == "sm90"
+    batch = batch_of([20], [9], kv_scale=1.0, **REAL)
+    with pytest.raises(ArgumentError, match=r"variant='sm90'.*columns of fp8_e4m3"):
+        VerifyStep(batch, variant="sm90")
 
 
 def test_a_variant_that_does_not_fit_is_refused() -> None:
@@ -133,7 +143,7 @@ def test_a_survey_leaves_them_out() -> None:
 
 
 def test_its_header_has_no_host_twin() -> None:
-    text = '#include "hopper.cuh"\n// @kernel k\n// @param x write int32 [1]\n'
+    text = '#define WGMMA_TYPES "bf16.bf16"\n#include "hopper.cuh"\n// @kernel k\n// @param x write int32 [1]\n'
     kernel = cuverify.load_kernel(text + 'extern "C" __global__ void k(int* x) { *x = 1; }\n')
     with pytest.raises(CompileError, match="no twin on the host lane"):
         kernel(1, 1, np.zeros(1, np.int32))
@@ -142,10 +152,13 @@ def test_its_header_has_no_host_twin() -> None:
 # --- resources -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("index", ["int", "long long"])
-def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -> None:
-    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index)
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize(("heads", "index"), [(8, "int"), (64, "int"), (128, "long long")])
+def test_nothing_spills_and_products_stay_asynchronous(
+    heads: int, index: str, element: str
+) -> None:
+    types = {"ELEMENT": element, "KV_ELEMENT": element}
+    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index, **types)
     for kernel in kernels:
         cubin = kernel.compile("sm_90a")
         resources = cubin.resources[kernel.name]
@@ -287,6 +300,53 @@ def test_sharp_rows(variant: VariantName) -> None:
 
 
 @gpu
+@pytest.mark.parametrize(("dtype", "kv_scale"), ELEMENTS[1:])
+@pytest.mark.parametrize("heads", [8, 64, 128])
+def test_other_types_eager_and_captured(
+    variant: VariantName, heads: int, dtype: str, kv_scale: float | None
+) -> None:
+    import torch
+
+    if not VARIANTS[variant].fits(512, 64, 0.1, "bf16" if kv_scale is None else "fp8_e4m3"):
+        pytest.skip(f"{variant} takes no codes")
+    kind: dict[str, Any] = {"heads": heads, "dtype": dtype, "kv_scale": kv_scale, **REAL}
+    for source in ("slots", "separate"):
+        batches = [
+            batch_of(lens, [9, 4, 33], seed=seed, num_slots=3000, draft_source=source, **kind)
+            for seed, lens in enumerate([[1700, 20, 300], [3, 900, 48]])
+        ]
+        step = VerifyStep(batches[0], "torch-cuda", variant=variant, num_ctas=40, gather=True)
+        step()
+        assert step.wrong() == []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for batch in (*batches, batches[0]):
+            step.refill(batch)
+            step.poison()
+            graph.replay()
+            assert step.wrong() == [], batch
+
+
+@gpu
+def test_codes_may_come_as_torch_has_them(variant: VariantName) -> None:
+    import torch
+
+    batch = batch_of([300, 20], [9, 4], kv_scale=0.07, **REAL)
+    step = VerifyStep(batch, "torch-cuda")
+    step()
+    before = step.outputs()[0]
+    step.poison()
+    attend = VerifyAttention(
+        step.tensors["q"], step.tensors["kv"].view(torch.float8_e4m3fn), step.out, step.lse,
+        plan=step.plan, visible=step.tensors["visible"], sm_scale=batch.sm_scale, kv_scale=0.07,
+        out_cache_loc=step.tensors["out_cache_loc"],
+    )  # fmt: skip
+    attend()
+    np.testing.assert_array_equal(step.outputs()[0], before)
+
+
+@gpu
 @pytest.mark.parametrize("slot", [-1, 10**6, -(2**40), 2**62])
 def test_slots_outside_the_pool_are_never_read(variant: VariantName, slot: int) -> None:
     batch = batch_of([140, 140], [9, 9], index_dtype="int64", **REAL)
@@ -322,7 +382,12 @@ def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[st
 @examples(60)
 @given(
     batch=verify_batches(
-        max_requests=6, max_seq_len=2000, max_tree_tokens=140, widths=((512, 64),)
+        max_requests=6,
+        max_seq_len=2000,
+        max_tree_tokens=140,
+        heads=(8, 64, 128),
+        widths=((512, 64),),
+        elements=ELEMENTS[:2],
     ),
     num_ctas=st.sampled_from([1, 7, 132]),
     plan_values=st.sampled_from([FINE, HALVES, None]),
