@@ -136,15 +136,7 @@ constexpr unsigned ALL = 0xffffffffu;
 using bits16 = unsigned short;
 using word64 = unsigned long long;
 
-template <int Bytes>
-struct Bits {
-    using type = bits16;
-};
-template <>
-struct Bits<1> {
-    using type = unsigned char;
-};
-using kv_bits = Bits<BYTES_OF(KV_ELEMENT)>::type;
+using kv_bits = stored::Bits<BYTES_OF(KV_ELEMENT)>::type;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 

@@ -254,7 +254,9 @@ class VerifyAttentionCase:
     def kernels(self) -> Sequence[Kernel]:
         """Return the kernels of both texts, for some numbers of heads, element and index types."""
         from cuverify.ops.verify_attention import verify_attention_kernels
+        from cuverify.verify_variants import VARIANTS
 
+        codes = VARIANTS["sm90"].codes or {}
         return [
             *verify_attention_kernels(),
             *verify_attention_kernels(HEADS=16, KV_INDEX="long long"),
@@ -263,6 +265,7 @@ class VerifyAttentionCase:
             *verify_attention_kernels("sm90"),
             *verify_attention_kernels("sm90", HEADS=16, KV_INDEX="long long"),
             *verify_attention_kernels("sm90", HEADS=64, ELEMENT="fp16", KV_ELEMENT="fp16"),
+            *verify_attention_kernels("sm90", HEADS=128, KV_ELEMENT="fp8_e4m3", **codes),
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, SizedBatch]]:
@@ -304,7 +307,10 @@ class VerifyAttentionCase:
             )
             apart: DraftSource = "separate" if tree_tokens % 4 == 1 else "slots"
             kind: dict[str, Any] = {"draft_source": apart, "row_gap": 16}
-            kind |= {17: {"kv_scale": 0.07}, 65: {"dtype": "fp16"}}.get(tree_tokens, {})
+            if tree_tokens == 17:
+                kind["kv_scale"] = 0.07
+            if tree_tokens == 65:
+                kind["dtype"] = "fp16"
             batches = [replace(batch, **kind) for batch in real]
             yield from _alone(f"real, T {tree_tokens}, H {heads}", batches)
 

@@ -14,6 +14,20 @@
 #define BYTES_OF_fp8_e4m3 1
 #define BYTES_OF(type) WITH_ELEMENT(BYTES_OF_, type)
 
+namespace stored {
+
+// What an element of so many bytes is to a program that only moves it.
+template <int Bytes>
+struct Bits {
+    using type = unsigned short;
+};
+template <>
+struct Bits<1> {
+    using type = unsigned char;
+};
+
+}  // namespace stored
+
 // What PTX calls them.
 #define PTX_NAME_bf16 "bf16"
 #define PTX_NAME_fp16 "f16"
