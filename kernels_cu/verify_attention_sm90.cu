@@ -155,6 +155,9 @@ static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
 static_assert(TILE == 32 || TILE == 48, "products are written for these");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
               "the held chunks of Q come through a slot of the ring");
+constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread, before roles divide them
+static_assert(COPY_REGISTERS <= START_REGISTERS && VALUE_REGISTERS >= START_REGISTERS,
+              "the copy group gives registers away and the values groups take them");
 static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");
 static_assert(SHARED_BYTES <= 232448, "what a block of sm_90 can have");
 static_assert(COMBINE_THREADS == 256 || COMBINE_THREADS == 512,
@@ -1012,7 +1015,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             copy_items(plan, share, first, queries, source, room, thread);
         }
     } else if (group == 1) {
-        hopper::take_registers<SCORE_REGISTERS>();
+        if constexpr (SCORE_REGISTERS < START_REGISTERS) {
+            hopper::give_registers<SCORE_REGISTERS>();
+        } else {
+            hopper::take_registers<SCORE_REGISTERS>();
+        }
         score_items(plan, share, first, (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E, kv_scale,
                     out_cache_loc, visible, words, room, masks, partial_lse, lse, thread);
     } else {

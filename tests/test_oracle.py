@@ -104,8 +104,8 @@ def test_torch_oracle_agrees_with_numpy(batch: VerifyBatch) -> None:
     np.testing.assert_allclose(found.spread, expected.spread, rtol=1e-12, atol=1e-300)
 
 
-@examples(30)
-@given(verify_batches(max_requests=2, max_tree_tokens=9, elements=ELEMENTS[1:]))
+@examples(12)
+@given(verify_batches(**{**SMALL, "elements": ELEMENTS[1:]}))
 def test_oracles_agree_on_other_types(batch: VerifyBatch) -> None:
     arguments = batch.oracle_arguments()
     expected = oracle(**arguments)
