@@ -31,8 +31,8 @@ class Variant:
         Of a block of `verify_partials`.
     columns : tuple of int, or None
         The only latent and rope columns; None where all are possible.
-    codes : mapping of str to int, or None
-        `-D` values of the text for a pool that holds codes of e4m3; None where that is impossible.
+    codes : bool
+        Whether the pool may hold codes of e4m3.
     combine_ctas : int
         Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
@@ -43,33 +43,25 @@ class Variant:
     kernels: tuple[str, str]
     threads: int
     columns: tuple[int, int] | None = None
-    codes: Mapping[str, int] | None = None
+    codes: bool = True
     combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
 
     def fits(self, latent: int, rope: int, sm_scale: float, pool: Narrow = "bf16") -> bool:
         """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
-        if pool == "fp8_e4m3" and self.codes is None:
+        if pool == "fp8_e4m3" and not self.codes:
             return False
         return self.columns is None or (self.columns == (latent, rope) and sm_scale > 0)
 
 
 VARIANTS: Mapping[VariantName, Variant] = {
-    "portable": Variant("verify_attention", ("verify_partials", "verify_combine"), 256, codes={}),
+    "portable": Variant("verify_attention", ("verify_partials", "verify_combine"), 256),
     "sm90": Variant(
         "verify_attention_sm90",
         ("verify_partials_sm90", "verify_combine_sm90"),
         512,
         columns=(512, 64),
-        codes={
-            "TILE": 32,
-            "SLOTS": 3,
-            "CODE_SLOTS": 3,
-            "HELD": 4,
-            "COPY_REGISTERS": 56,
-            "SCORE_REGISTERS": 120,
-            "VALUE_REGISTERS": 168,
-        },
+        codes=False,
         combine_ctas=2,
         plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
     ),

@@ -250,15 +250,12 @@ struct KvRows {
             return;
         }
         const kv_bits* from = codes + place.copy_row * KV_PITCH;
-#pragma unroll
-        for (int i = 0; i * COPY_LANES < KV_ROW_PIECES; ++i) {
-            const int piece = i * COPY_LANES + place.copy_lane;
-            if ((i + 1) * COPY_LANES <= KV_ROW_PIECES || piece < KV_ROW_PIECES) {
-                uint4 first, second;
-                fp8_e4m3::widen(load128(from + piece * KV_PIECE), first, second);
-                store128(to + piece * KV_PIECE, first);
-                store128(to + piece * KV_PIECE + PIECE, second);
-            }
+#pragma unroll 1
+        for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+            uint4 first, second;
+            fp8_e4m3::widen(load128(from + piece * KV_PIECE), first, second);
+            store128(to + piece * KV_PIECE, first);
+            store128(to + piece * KV_PIECE + PIECE, second);
         }
     }
 };
@@ -493,7 +490,7 @@ __device__ __forceinline__ void hide(float (&x)[4], const Item& item, int positi
 // this lane's KV positions to it, and says what their probabilities have to be multiplied with.
 __device__ __forceinline__ void to_units(float (&x)[4], const Item& item, int position, float scale,
                                          float2& unit, float2& value) {
-    const float inverse = __fdividef(1.0f, scale);
+    const float inverse = 1.0f / scale;
     if (position >= item.prefix) {
         x[0] *= inverse;
         x[1] *= inverse;

@@ -21,23 +21,17 @@
 // c = 256 h + 16 j + 2 (t % 4), of rows 16 (t / 32) + t % 32 / 4 and the 8th row behind it:
 // {row, c}, {row + 8, c}, {row, c + 8}, {row + 8, c + 8}.
 //
-// A pool of fp8 codes is widened in shared memory, which is exact: the copy group gathers codes into a
-// ring of their own, and each thread writes the pieces that it has fetched as bfloat16 where wgmma
-// reads them. Scores and outputs are in units of the codes until they are scaled. The rows of
-// `draft_kv` stay what they are: their scores and weights are brought to those units.
-//
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
-// the type of queries, outputs and the trees' own rows: bf16 or fp16
+// the type of queries, outputs and all rows: bf16 or fp16
 #ifndef ELEMENT
 #define ELEMENT bf16
 #endif
 
 #include "element.cuh"
 #define WGMMA_TYPES WITH_ELEMENT(PTX_NAME_, ELEMENT) "." WITH_ELEMENT(PTX_NAME_, ELEMENT)
-#include "fp8_e4m3.cuh"
 #include "hopper.cuh"
 #include "merge.cuh"
 #include "ptx.cuh"
@@ -55,7 +49,7 @@
 #ifndef ROPE
 #define ROPE 64
 #endif
-// the type of the pool: the same, or fp8_e4m3 beside bf16
+// the type of the pool, which is that of the queries
 #ifndef KV_ELEMENT
 #define KV_ELEMENT bf16
 #endif
@@ -73,10 +67,6 @@
 // tiles in shared memory
 #ifndef SLOTS
 #define SLOTS 3
-#endif
-// tiles of codes in front of those; 0 where the pool has none
-#ifndef CODE_SLOTS
-#define CODE_SLOTS 0
 #endif
 // chunks of 64 columns of Q that stay in registers
 #ifndef HELD
@@ -129,16 +119,11 @@ constexpr int K_STEPS = TILE / 16;                 // of P V
 constexpr int STEP_BYTES = GROUP_THREADS * 16;     // of the probabilities of one such step
 constexpr int GIVEN_BYTES = K_STEPS * STEP_BYTES + GROUP_THREADS * 8;
 constexpr int COPY_ROWS = GROUP_THREADS / 8;  // that the copy group fetches at once
-constexpr bool CODES = BYTES_OF(KV_ELEMENT) == 1;
-constexpr int CODE_ROW_BYTES = LATENT + ROPE;
-constexpr int CODE_TILE_BYTES = TILE * CODE_ROW_BYTES;
-constexpr int CODE_LANES = 4;  // that fetch a row of codes
 
 // In shared memory, from a multiple of 1,024 bytes on.
 constexpr int QUERIES_AT = SLOTS * TILE_BYTES;  // the chunks that are not held
 constexpr int GIVEN_AT = QUERIES_AT + (CHUNKS - HELD) * QUERY_BYTES;
-constexpr int CODES_AT = GIVEN_AT + 2 * GIVEN_BYTES;
-constexpr int MASKS_AT = CODES_AT + CODE_SLOTS * CODE_TILE_BYTES;
+constexpr int MASKS_AT = GIVEN_AT + 2 * GIVEN_BYTES;
 constexpr int BARRIERS_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
 constexpr int FULL = 0;              // a ring slot holds a tile: COPY threads
 constexpr int FREE = FULL + SLOTS;   // it has been used up: the 8 warps that multiply with V
@@ -149,15 +134,11 @@ constexpr int BARRIERS = ASKED + 1;
 constexpr int SHARED_BYTES = 1024 + BARRIERS_AT + BARRIERS * 8;
 
 static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups for these columns");
-static_assert(CODES == (CODE_SLOTS > 0), "a pool of codes comes through a ring of its own");
-static_assert(!CODES || TILE * CODE_LANES == GROUP_THREADS, "a thread has a quarter of one row");
+static_assert(BYTES_OF(KV_ELEMENT) == 2, "wgmma takes rows as they are copied");
 static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
 static_assert(TILE == 32 || TILE == 48, "products are written for these");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
               "the held chunks of Q come through a slot of the ring");
-constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread, before roles divide them
-static_assert(COPY_REGISTERS <= START_REGISTERS && VALUE_REGISTERS >= START_REGISTERS,
-              "the copy group gives registers away and the values groups take them");
 static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");
 static_assert(SHARED_BYTES <= 232448, "what a block of sm_90 can have");
 static_assert(COMBINE_THREADS == 256 || COMBINE_THREADS == 512,
@@ -169,7 +150,6 @@ constexpr unsigned ALL = 0xffffffffu;
 
 namespace element = ELEMENT;
 using bits16 = unsigned short;
-using kv_bits = stored::Bits<BYTES_OF(KV_ELEMENT)>::type;
 using word64 = unsigned long long;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
@@ -277,7 +257,7 @@ struct QuerySource {
 
 // Where the KV rows are.
 struct KvRows {
-    const kv_bits* kv;
+    const bits16* kv;
     long long kv_stride;
     long long num_slots;
     const KV_INDEX* kv_indices;
@@ -301,7 +281,7 @@ struct Row {
     }
 
     // Its address, which is a multiple of 16, 0 for a slot outside the pool. Past the end of the
-    // item, and beside codes where the row is none of them, it is that of any row, and odd.
+    // item it is that of any row, and odd.
     __device__ __forceinline__ word64 find(const KvRows& source, const Item& item,
                                            int position) const {
         const int node = position - item.prefix;
@@ -309,9 +289,6 @@ struct Row {
             return reinterpret_cast<word64>(source.kv) | 1;
         }
         if (node >= 0 && source.out_cache_loc == nullptr) {
-            if (CODES) {
-                return reinterpret_cast<word64>(source.kv) | 1;
-            }
             return reinterpret_cast<word64>(source.draft_kv +
                                             (item.first_token + node) * source.draft_stride);
         }
@@ -415,115 +392,6 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
     hopper::wait_for_copies();
 }
 
-// Starts the copy of a quarter of a row of codes, piece `sub` of every 64 columns.
-__device__ __forceinline__ void copy_codes(word64 address, unsigned to, int sub) {
-    if (address != 0) {
-        const unsigned char* from =
-            reinterpret_cast<const unsigned char*>(address & ~1ull) + sub * 16;
-        const int bytes = address & 1 ? 0 : 16;
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            hopper::copy16(to + chunk * CHUNK, from + chunk * CHUNK, bytes);
-        }
-    } else {
-        // NaN in the columns that only K has, as in `copy_row`
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const unsigned bits = chunk < VALUE_CHUNKS ? 0 : ALL;
-            hopper::store16(to + chunk * CHUNK, make_uint4(bits, bits, bits, bits));
-        }
-    }
-}
-
-// Writes a quarter of a row, which has arrived, as bfloat16: of codes, or one of the trees' own.
-__device__ __forceinline__ void widen_row(unsigned codes, unsigned to, const bits16* own) {
-    if (own != nullptr) {
-#pragma unroll 1
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const uint4 first = load128(own + chunk * CHUNK);
-            const uint4 second = load128(own + chunk * CHUNK + PIECE);
-            hopper::store16(to + chunk * BLOCK_BYTES, first);
-            hopper::store16((to ^ 16) + chunk * BLOCK_BYTES, second);
-        }
-        return;
-    }
-#pragma unroll 3
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        uint4 first, second;
-        fp8_e4m3::widen(hopper::load16(codes + chunk * CHUNK), first, second);
-        hopper::store16(to + chunk * BLOCK_BYTES, first);
-        hopper::store16((to ^ 16) + chunk * BLOCK_BYTES, second);
-    }
-}
-
-// As `copy_items` for a pool of codes. A thread has a quarter of one row of each tile, and waits for
-// nobody else's copies: what it fetched, it widens CODE_SLOTS tiles later.
-__device__ __forceinline__ void copy_coded_items(const Plan& plan, int4 share, Item item,
-                                                 const QuerySource& queries, const KvRows& source,
-                                                 Room room, int thread) {
-    constexpr int WARP_ROWS = 32 / CODE_LANES;
-    const int lane = thread % 32;
-    const int sub = thread % CODE_LANES;
-    const int own_row = thread / CODE_LANES;
-    const unsigned place = own_row * ROW_BYTES + ((2 * sub ^ (own_row % 8)) << 4);
-    const unsigned codes = room.base + CODES_AT + own_row * CODE_ROW_BYTES + sub * 16;
-    Turn turn;
-    int asked = 0;  // the parity to wait for
-#pragma unroll 1
-    for (int number = share.x; number < share.y; number += share.z) {
-        if (number != share.x) {
-            item = Item::read(plan, number);
-        }
-        int position = lane < WARP_ROWS ? item.begin + thread / 32 * WARP_ROWS + lane : item.end;
-        Row row;
-        row.look_up(source, item, position);
-        if (number != share.x) {  // the first queries are copied by others
-            hopper::wait(room.barrier(ASKED), asked);
-            asked ^= 1;
-            hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
-            copy_queries(queries, item, room.tile(turn.slot), room.base + QUERIES_AT, thread);
-            hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
-        }
-        turn.advance();
-        const int tiles = item.tiles();
-        int present = item.begin + own_row;  // the position of what is widened
-        int slot = 0;
-#pragma unroll 1
-        for (int tile = 0; tile < tiles + CODE_SLOTS; ++tile) {
-            const unsigned at = codes + slot * CODE_TILE_BYTES;
-            if (tile >= CODE_SLOTS) {
-                hopper::wait_for_groups<CODE_SLOTS - 1>();
-                hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
-                const int node = present - item.prefix;
-                const bool own = node >= 0 && present < item.end && source.out_cache_loc == nullptr;
-                widen_row(at, room.tile(turn.slot) + place,
-                          own ? source.draft_kv + (item.first_token + node) * source.draft_stride +
-                                    2 * sub * PIECE
-                              : nullptr);
-                hopper::proxy_fence();
-                hopper::arrive(room.barrier(FULL + turn.slot));
-                turn.advance();
-                present += TILE;
-            }
-            if (tile < tiles) {
-                const word64 address = row.find(source, item, position);
-                position = min(position, item.end) + TILE;
-                row.look_up(source, item, position);
-                copy_codes(__shfl_sync(ALL, address, lane / CODE_LANES), at, sub);
-            }
-            hopper::commit_copies();
-            slot = slot == CODE_SLOTS - 1 ? 0 : slot + 1;
-        }
-    }
-    hopper::wait_for_copies();
-}
-
-// Where the rows of the tree that are no codes begin, counted from the item's first; they are in
-// units of their own.
-__device__ __forceinline__ int own_rows(const Item& item, const long long* out_cache_loc) {
-    return CODES && out_cache_loc == nullptr ? item.prefix - item.begin : 0x7fffffff;
-}
-
 // ---- scores ---------------------------------------------------------------------------------
 
 // Bits `offset` to offset + 63 of a mask of MASK_WORDS words, the last of which is clear. Those
@@ -592,7 +460,6 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned (&held)[
 }
 
 __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item item, float scale,
-                                            float kv_scale, const long long* out_cache_loc,
                                             const word64* visible, int words, Room room,
                                             word64* masks, float* partial_lse, float* lse,
                                             int thread) {
@@ -655,15 +522,6 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
             if (last && lane == 0) {
                 hopper::arrive(room.barrier(ASKED));
             }
-            // Columns of this thread from this one on are of rows that are no codes.
-            const int own_from =
-                own_rows(item, out_cache_loc) - (start - item.begin) - lane % 4 * 2;
-            if (CODES && own_from < TILE) {
-#pragma unroll
-                for (int i = 0; i < TILE / 2; ++i) {
-                    x[i] *= i / 4 * 8 + i % 2 >= own_from ? 1.0f / kv_scale : 1.0f;
-                }
-            }
             if (start + TILE > masked_from) {
                 const word64 prefix = lowest(item.prefix - start);
                 const word64 present = lowest(item.end - start);
@@ -700,12 +558,6 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
                 }
                 upper.sum += x[i] + x[i + 1];
                 lower.sum += x[i + 2] + x[i + 3];
-                if (CODES && own_from < TILE) {
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        x[i + k] *= i / 4 * 8 + k % 2 >= own_from ? 1.0f / kv_scale : 1.0f;
-                    }
-                }
                 p[i / 2] = element::pack(x[i], x[i + 1]);
                 p[i / 2 + 1] = element::pack(x[i + 2], x[i + 3]);
             }
@@ -759,22 +611,9 @@ __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
         element::first(p.y) + element::second(p.y) + (element::first(p.w) + element::second(p.w));
 }
 
-// Likewise where columns from `own_from` on are of rows that are no codes.
-__device__ __forceinline__ void add_rounded(float2& sum, uint4 p, int own_from, float kv_scale) {
-    const float first = 0 >= own_from ? kv_scale : 1.0f;
-    const float second = 1 >= own_from ? kv_scale : 1.0f;
-    const float third = 8 >= own_from ? kv_scale : 1.0f;
-    const float fourth = 9 >= own_from ? kv_scale : 1.0f;
-    sum.x += element::first(p.x) * first + element::second(p.x) * second +
-             (element::first(p.z) * third + element::second(p.z) * fourth);
-    sum.y += element::first(p.y) * first + element::second(p.y) * second +
-             (element::first(p.w) * third + element::second(p.w) * fourth);
-}
-
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
 template <int PARTS>
-__device__ __forceinline__ void value_items(const Plan& plan, int4 share, const Item& first,
-                                            float kv_scale, const long long* out_cache_loc,
+__device__ __forceinline__ void value_items(const Plan& plan, int4 share, int tiles,
                                             int first_chunk, Room room, bits16* partial_out,
                                             bits16* out, long long out_stride, int thread) {
     const int lane = thread % 32;
@@ -782,15 +621,11 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
     Turn turn;
     int buffer = 0;
     int given = 0;  // the parity to wait for
-    int tiles = first.tiles();
-    int own = own_rows(first, out_cache_loc);
 #pragma unroll 1
     for (int number = share.x; number < share.y; number += share.z) {
         turn.advance();  // the queries
         if (number != share.x) {
-            const Item next = Item::read(plan, number);
-            tiles = next.tiles();
-            own = own_rows(next, out_cache_loc);
+            tiles = Item::read(plan, number).tiles();
         }
         float o[PARTS][64];
         float2 sum = make_float2(0.0f, 0.0f);
@@ -845,12 +680,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
             hopper::wgmma_commit();
 #pragma unroll
             for (int step = 0; step < K_STEPS; ++step) {
-                const uint4 four = make_uint4(p[step][0], p[step][1], p[step][2], p[step][3]);
-                if (CODES && own < (tile + 1) * TILE) {
-                    add_rounded(sum, four, own - tile * TILE - step * 16 - lane % 4 * 2, kv_scale);
-                } else {
-                    add_rounded(sum, four);
-                }
+                add_rounded(sum, make_uint4(p[step][0], p[step][1], p[step][2], p[step][3]));
             }
             hopper::wgmma_wait<0>();
             if (lane == 0) {
@@ -862,9 +692,8 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
         sum.y += __shfl_xor_sync(ALL, sum.y, 1);
         sum.x += __shfl_xor_sync(ALL, sum.x, 2);
         sum.y += __shfl_xor_sync(ALL, sum.y, 2);
-        const float unit = CODES ? kv_scale : 1.0f;
-        const float scale_x = sum.x != 0.0f ? unit / sum.x : 0.0f;
-        const float scale_y = sum.y != 0.0f ? unit / sum.y : 0.0f;
+        const float scale_x = sum.x != 0.0f ? 1.0f / sum.x : 0.0f;
+        const float scale_y = sum.y != 0.0f ? 1.0f / sum.y : 0.0f;
         const Item item = Item::read(plan, number);
         const int row = warp * 16 + lane / 4;
         if (item.slot >= 0) {
@@ -932,7 +761,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param rope_stride      value   int64                   multiple of 8
 // @param rope_head_stride value   int64                   multiple of 8
 // @param sm_scale           value   fp32                    factor on the scores, positive
-// @param kv_scale           value   fp32                    what a code of 1 means; else not used
+// @param kv_scale           value   fp32                    not used: rows are no codes
 // @param kv read KV_ELEMENT [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
 // @param kv_stride          value   int64                   multiple of 8
 // @param num_slots          value   int64                   slots of the pool
@@ -952,12 +781,12 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 512
-// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 16 * SLOTS + 40 + 1024 + CODE_SLOTS * TILE * 576
+// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 16 * SLOTS + 40 + 1024
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials_sm90(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                          long long q_stride, long long q_head_stride, long long rope_stride,
                          long long rope_head_stride, float sm_scale, float kv_scale,
-                         const kv_bits* __restrict__ kv, long long kv_stride, long long num_slots,
+                         const bits16* __restrict__ kv, long long kv_stride, long long num_slots,
                          const int* kv_indptr, const KV_INDEX* __restrict__ kv_indices,
                          const bits16* __restrict__ draft_kv, long long draft_stride,
                          const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
@@ -1009,19 +838,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::give_registers<COPY_REGISTERS>();
         const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
                                draft_kv, draft_stride, out_cache_loc};
-        if constexpr (CODES) {
-            copy_coded_items(plan, share, first, queries, source, room, thread);
-        } else {
-            copy_items(plan, share, first, queries, source, room, thread);
-        }
+        copy_items(plan, share, first, queries, source, room, thread);
     } else if (group == 1) {
-        if constexpr (SCORE_REGISTERS < START_REGISTERS) {
-            hopper::give_registers<SCORE_REGISTERS>();
-        } else {
-            hopper::take_registers<SCORE_REGISTERS>();
-        }
-        score_items(plan, share, first, (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E, kv_scale,
-                    out_cache_loc, visible, words, room, masks, partial_lse, lse, thread);
+        hopper::take_registers<SCORE_REGISTERS>();
+        score_items(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks, partial_lse,
+                    lse, thread);
     } else {
         hopper::take_registers<VALUE_REGISTERS>();
         const int part = group - 2;
@@ -1031,12 +852,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hopper::arrive_after_copies(room.barrier(FULL));
         }
         if (share.w == 0) {
-            value_items<2>(plan, share, first, kv_scale, out_cache_loc, part * 4, room, partial_out,
-                           out, out_stride, thread);
-        } else {
-            value_items<1>(plan, share, first, kv_scale, out_cache_loc,
-                           (share.w - 1) * 4 + part * 2, room, partial_out, out, out_stride,
+            value_items<2>(plan, share, first.tiles(), part * 4, room, partial_out, out, out_stride,
                            thread);
+        } else {
+            value_items<1>(plan, share, first.tiles(), (share.w - 1) * 4 + part * 2, room,
+                           partial_out, out, out_stride, thread);
         }
     }
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.errors import ArgumentError, CompileError, LaunchError
 from cuverify.kernel import Kernel
-from cuverify.narrow import Narrow
-from cuverify.ops.verify_attention import VerifyAttention, verify_attention_kernels
+from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.resources import survey
 from cuverify.strategies import ELEMENTS, examples, verify_batches
-from cuverify.verify_batch import VerifyBatch
+from cuverify.verify_batch import ElementType, VerifyBatch
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant, variant_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,13 +71,14 @@ def test_every_gpu_has_a_variant_that_compiles_for_it() -> None:
         assert not limits or {arch, f"{arch}a"} & {*limits}
 
 
-def test_the_rule_knows_what_a_text_cannot_read() -> None:
+def test_pools_of_codes_take_the_portable_text() -> None:
     how: dict[str, Any] = {"latent": 512, "rope": 64, "sm_scale": 0.07}
-    kinds: tuple[Narrow, ...] = ("bf16", "fp16", "fp8_e4m3")
-    for pool in kinds:
-        assert choose_variant((9, 0), pool=pool, **how) == "sm90"
-        assert choose_variant((12, 0), pool=pool, **how) == "portable"
-    assert not replace(VARIANTS["sm90"], codes=None).fits(512, 64, 0.07, "fp8_e4m3")
+    for architecture in ((9, 0), (8, 0), (12, 0), None):
+        assert choose_variant(architecture, pool="fp8_e4m3", **how) == "portable"
+    assert choose_variant((9, 0), pool="fp16", **how) == "sm90"
+    batch = batch_of([20], [9], kv_scale=1.0, **REAL)
+    with pytest.raises(ArgumentError, match=r"variant='sm90'.*columns of fp8_e4m3"):
+        VerifyStep(batch, variant="sm90")
 
 
 def test_a_variant_that_does_not_fit_is_refused() -> None:
@@ -153,13 +152,13 @@ def test_its_header_has_no_host_twin() -> None:
 # --- resources -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pool", ["bf16", "fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
 @pytest.mark.parametrize(("heads", "index"), [(8, "int"), (64, "int"), (128, "long long")])
-def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str, pool: str) -> None:
-    codes = pool == "fp8_e4m3"
-    values: dict[str, Any] = dict(VARIANTS["sm90"].codes or {}) if codes else {}
-    values |= {"ELEMENT": "bf16" if codes else pool, "KV_ELEMENT": pool}
-    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index, **values)
+def test_nothing_spills_and_products_stay_asynchronous(
+    heads: int, index: str, element: str
+) -> None:
+    types = {"ELEMENT": element, "KV_ELEMENT": element}
+    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index, **types)
     for kernel in kernels:
         cubin = kernel.compile("sm_90a")
         resources = cubin.resources[kernel.name]
@@ -300,9 +299,16 @@ def test_sharp_rows(variant: VariantName) -> None:
         assert_right(batch, variant, num_ctas=5)
 
 
+OTHER_TYPES: list[tuple[VariantName, int, ElementType, float | None]] = [
+    *(("portable", heads, *types) for heads in (8, 64, 128) for types in ELEMENTS[1:]),
+    ("sm90", 8, "fp16", None),
+]
+
+
 @gpu
-@pytest.mark.parametrize(("dtype", "kv_scale"), ELEMENTS[1:])
-@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize(
+    ("variant", "heads", "dtype", "kv_scale"), OTHER_TYPES, indirect=["variant"]
+)
 def test_other_types_eager_and_captured(
     variant: VariantName, heads: int, dtype: str, kv_scale: float | None
 ) -> None:
@@ -329,30 +335,9 @@ def test_other_types_eager_and_captured(
 
 
 @gpu
-def test_codes_may_come_as_torch_has_them() -> None:
-    import torch
-
-    batch = batch_of([300, 20], [9, 4], kv_scale=0.07, **REAL)
-    step = VerifyStep(batch, "torch-cuda")
-    step()
-    before = step.outputs()[0]
-    step.poison()
-    attend = VerifyAttention(
-        step.tensors["q"], step.tensors["kv"].view(torch.float8_e4m3fn), step.out, step.lse,
-        plan=step.plan, visible=step.tensors["visible"], sm_scale=batch.sm_scale, kv_scale=0.07,
-        out_cache_loc=step.tensors["out_cache_loc"],
-    )  # fmt: skip
-    attend()
-    np.testing.assert_array_equal(step.outputs()[0], before)
-
-
-@gpu
-@pytest.mark.parametrize("kv_scale", [None, 0.07])
 @pytest.mark.parametrize("slot", [-1, 10**6, -(2**40), 2**62])
-def test_slots_outside_the_pool_are_never_read(
-    variant: VariantName, slot: int, kv_scale: float | None
-) -> None:
-    batch = batch_of([140, 140], [9, 9], index_dtype="int64", kv_scale=kv_scale, **REAL)
+def test_slots_outside_the_pool_are_never_read(variant: VariantName, slot: int) -> None:
+    batch = batch_of([140, 140], [9, 9], index_dtype="int64", **REAL)
     step = VerifyStep(batch, "torch-cuda", num_ctas=4, variant=variant)
     step.tensors["kv_indices"][145] = slot  # of the second request's prefix
     step.tensors["out_cache_loc"][8] = slot  # the first request's last node
@@ -369,12 +354,9 @@ def test_slots_outside_the_pool_are_never_read(
 
 
 @gpu
-@pytest.mark.parametrize("kv_scale", [None, 0.07])
 @pytest.mark.parametrize("plan_values", [FINE, HALVES], ids=["fine", "halves"])
-def test_it_repeats_itself_bit_by_bit(
-    variant: VariantName, plan_values: dict[str, int], kv_scale: float | None
-) -> None:
-    batch = batch_of([3000, 500, 0, 70], [17, 17, 17, 17], kv_scale=kv_scale, **REAL)
+def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[str, int]) -> None:
+    batch = batch_of([3000, 500, 0, 70], [17, 17, 17, 17], **REAL)
     step = assert_right(batch, variant, num_ctas=100, plan_values=plan_values)
     first = step.outputs()
     for _ in range(20):
@@ -391,9 +373,7 @@ def test_it_repeats_itself_bit_by_bit(
         max_requests=6,
         max_seq_len=2000,
         max_tree_tokens=140,
-        heads=(8, 64, 128),
         widths=((512, 64),),
-        elements=ELEMENTS,
     ),
     num_ctas=st.sampled_from([1, 7, 132]),
     plan_values=st.sampled_from([FINE, HALVES, None]),

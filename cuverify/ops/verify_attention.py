@@ -4,7 +4,8 @@ One `VerifyPlan` serves all layers of a step; each layer has a `VerifyAttention`
 of them may share one `AttentionWorkspace`, since they run one after another.
 
 Two texts do the same job with the same parameters: verify_attention.cu on every GPU and on the host
-lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule.
+lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule. Pools of fp8
+codes are attended to by the first one on Hopper GPUs, too.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class VerifyAttention:
     A slot outside the pool is never read: query rows that see it become NaN. Rows of `out` and
     `lse` that belong to no request of the plan are left alone, all rows where the plan is empty.
 
-    Codes are widened to bfloat16 in shared memory, which rounds nothing, and scaled in float32.
+    Codes are widened to bfloat16 in shared memory, which rounds nothing, and scaled in float32. On
+    Hopper GPUs the portable text does that, so a plan for such a pool is best made with
+    ``VerifyPlan(..., variant="portable")``.
 
     Examples
     --------
@@ -272,12 +275,10 @@ class VerifyAttention:
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
-        if kind == "fp8_e4m3":
-            chosen |= VARIANTS[self.variant].codes or {}
-        elif values is None:
+        if values is None:
             rows = plan.max_tree_tokens * heads
             values = choice_for(device, variant=self.variant, rows=rows).values
-        partials, combine = verify_attention_kernels(self.variant, **{**chosen, **(values or {})})
+        partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
         buffers = plan.workspace

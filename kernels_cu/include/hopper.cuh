@@ -83,16 +83,6 @@ __device__ __forceinline__ void copy16(unsigned to, const void* from, int bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Until at most `Left` of this thread's committed groups are in flight.
-template <int Left>
-__device__ __forceinline__ void wait_for_groups() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
-}
-
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
