@@ -37,6 +37,9 @@ class Variant:
         Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
         `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
+    lone : mapping of str to int
+        `-D` values of the text where a batch cannot have more than one row tile: its many pieces
+        are merged by all the registers there are.
     """
 
     stem: str
@@ -46,6 +49,7 @@ class Variant:
     codes: bool = True
     combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
+    lone: Mapping[str, int] = field(default_factory=dict)
 
     def fits(self, latent: int, rope: int, sm_scale: float, pool: Narrow = "bf16") -> bool:
         """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
@@ -64,6 +68,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
         codes=False,
         combine_ctas=2,
         plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
+        lone={"COMBINE_UNROLL": 9, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
     ),
 }
 
