@@ -374,7 +374,7 @@ def bench(
     """Time kernels whose result was checked first.
 
     Options beyond the device are for those OPs that take them, verify_attention above all. Sets of
-    its shapes are all, grid, wide, ragged and block.
+    its shapes are all, grid, wide, ragged, block, heads and stored.
     """
     from cuverify.bench import run_benchmarks
 

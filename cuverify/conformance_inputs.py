@@ -133,7 +133,7 @@ def fragments(
     Parameters
     ----------
     a, b : ndarray of uint16 [n, 16, 16], [n, 16, 8]
-        bfloat16 bits.
+        Bits of bfloat16 or of half precision.
     c : ndarray of float32 [n, 16, 8]
 
     Returns
@@ -167,6 +167,36 @@ def _draw_mma(rng: np.random.Generator) -> Arrays:
         bits[tiny] = rng.integers(0, 2**7, int(tiny.sum())).astype(np.uint16)
     left, right, sums = fragments(left_bits, right_bits, c.astype(np.float32))
     return {"a": left, "b": right, "c": sums}
+
+
+def _draw_mma_fp16(rng: np.random.Generator) -> Arrays:
+    """Draw as for bf16 what half precision has numbers for."""
+    kinds = [
+        [operand[::2] for operand in kind]
+        for kind in _mma_kinds(rng)
+        if max(np.abs(kind[0]).max(), np.abs(kind[1]).max()) < 6e4
+    ]
+    a, b, c = (np.concatenate(parts) for parts in zip(*kinds, strict=True))
+    left_bits, right_bits = (x.astype(np.float16).view(np.uint16) for x in (a, b))
+    for bits in (left_bits, right_bits):
+        tiny = rng.random(bits.shape) < 0.005
+        bits[tiny] = rng.integers(0, 2**10, int(tiny.sum())).astype(np.uint16)
+    left, right, sums = fragments(left_bits, right_bits, c.astype(np.float32))
+    return {"a": left, "b": right, "c": sums}
+
+
+def _draw_fp16_pairs(rng: np.random.Generator) -> Arrays:
+    x = _draw_narrow(rng)["x"]
+    return {"x": x, "y": _words(rng, len(x))}
+
+
+def _draw_bf16_products(rng: np.random.Generator) -> Arrays:
+    a, b = _words(rng, 3000), _words(rng, 3000)
+    # what codes of e4m3 are before they are brought to their size
+    code = np.arange(256, dtype=np.uint32)
+    a[:256] = code % 128 << 4 | code // 128 << 15
+    b[:256] = 0x7B807B80
+    return {"a": a, "b": b}
 
 
 def _draw_matrices(rng: np.random.Generator) -> Arrays:
@@ -452,6 +482,11 @@ PROBES: tuple[Probe, ...] = (
         ),
         _draw_atomics,
     ),
+    Probe("mma_fp16", ("ptx::mma_m16n8k16_fp16",), _draw_mma_fp16, "mma", 32, True),
+    Probe(
+        "fp16_pairs", ("fp16::pack", "fp16::first", "fp16::second"), _draw_fp16_pairs, "float"
+    ),
+    Probe("bf16_products", ("ptx::mul_bf16x2",), _draw_bf16_products),
 )  # fmt: skip
 BY_NAME = {probe.kernel: probe for probe in PROBES}
 

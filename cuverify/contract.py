@@ -205,7 +205,8 @@ def parse_contracts(
     name, first_line : str, int
         Where the text comes from, for errors.
     values : mapping, optional
-        `-D` values and the text's own defaults; a dtype may name one whose value is a C++ type.
+        `-D` values and the text's own defaults; a dtype may name one whose value is a dtype
+        or a C++ type.
 
     Raises
     ------
@@ -293,14 +294,17 @@ def _parameter(text: str, values: Mapping[str, object]) -> Parameter:
     name, access = found["name"], found["access"]
     if access not in ACCESSES:
         raise ContractError(f"@param {name}: access `{access}` is none of {', '.join(ACCESSES)}")
-    dtype = dtypes.BY_NAME.get(found["dtype"]) or dtypes.from_ctype(
-        str(values.get(found["dtype"], ""))
+    chosen = str(values.get(found["dtype"], ""))
+    dtype = (
+        dtypes.BY_NAME.get(found["dtype"])
+        or dtypes.BY_NAME.get(chosen)
+        or dtypes.from_ctype(chosen)
     )
     if dtype is None:
         raise ContractError(
             f"@param {name}: dtype `{found['dtype']}` is neither one of "
             f"{', '.join(dtypes.BY_NAME)} "
-            "nor a -D value that names a C++ type"
+            "nor a -D value that names one of them or a C++ type"
         )
     if (access == "value") != (found["shape"] is None):
         raise ContractError(f"@param {name}: a tensor has a [shape], a value has none")

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cuverify.verify_shapes import LATENT, ROPE
+from cuverify.verify_variants import choose_variant
+
 if TYPE_CHECKING:
-    from cuverify.ops.verify_attention import VerifyAttention
+    from cuverify.narrow import Narrow
+    from cuverify.ops.verify_attention import Element, VerifyAttention
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.verify_problem import Problem
     from cuverify.verify_variants import VariantName
@@ -22,7 +26,7 @@ class OwnAttention:
     problem : Problem
     layers : sequence of VerifyAttention
         One for each copy; all write the same outputs by the same plan.
-    out : tensor of bfloat16, shape (N, H, 512)
+    out : tensor of bfloat16 or float16, shape (N, H, 512)
     lse : tensor of float32, shape (N, H)
     plan : VerifyPlan
         Makes the same plan again, and the index list from a request-to-token table: what happens
@@ -72,10 +76,22 @@ class OwnAttention:
         """
         import torch
 
+        from cuverify.launching import capability
         from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
         shape, device = problem.shape, problem.pool.device
+        pool: Narrow = "fp8_e4m3" if shape.stored == "fp8" else shape.stored
+        if variant is None:
+            # the plan is to be cut for the text that attends
+            variant = choose_variant(
+                capability(str(device)),
+                latent=LATENT,
+                rope=ROPE,
+                sm_scale=problem.sm_scale,
+                pool=pool,
+            )
+        dtype: Element = "fp16" if pool == "fp16" else "bf16"
         workspace = PlanWorkspace.allocate(
             problem.seq_lens,
             max_batch=shape.batch,
@@ -104,7 +120,7 @@ class OwnAttention:
         # The plan knows lengths alone: copies share its buffers and differ in their index lists.
         for prefix, drafts in zip(problem.prefix_slots, problem.draft_slots, strict=True):
             plan = plan_of(kv_indices=prefix, kv_indptr=problem.kv_indptr)
-            scratch = scratch or AttentionWorkspace.allocate(out, plan=plan)
+            scratch = scratch or AttentionWorkspace.allocate(out, plan=plan, dtype=dtype)
             layers.append(
                 VerifyAttention(
                     problem.q,
@@ -115,6 +131,7 @@ class OwnAttention:
                     visible=problem.visible,
                     sm_scale=problem.sm_scale,
                     out_cache_loc=drafts,
+                    kv_scale=problem.kv_scale,
                     workspace=scratch,
                     variant=variant,
                     values=values,

@@ -1,7 +1,7 @@
 """Buffers of a captured step: made once, refilled in place, on the host or on a GPU.
 
 numpy arrays on the host lane (bf16 as uint16 bits), torch tensors on a GPU; what is written into
-them always comes as numpy arrays.
+them always comes as numpy arrays. Codes of e4m3 are uint8 in both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import CaseError
+from cuverify.narrow import NAN
 
 if TYPE_CHECKING:
     from cuverify.cases import Target
 
-NAN_BITS = 0x7FFF
+NAN_BITS = int(NAN["bf16"])
 """A NaN of bf16 that no arithmetic gives."""
 
 # torch lacks most unsigned types; kernels read a signed one of the same width as well
@@ -77,7 +78,12 @@ def write(buffer: Any, values: NDArray[Any]) -> None:
 
 
 def fill(buffer: Any, value: float | int) -> None:
-    """Fill a buffer with one number; NaN in a numpy buffer of bf16 is `NAN_BITS`."""
+    """Fill a buffer with one number; NaN is a bit pattern where the buffer holds integers for it.
+
+    That is `NAN_BITS` in a numpy buffer of bf16, and the NaN of e4m3 in any buffer of uint8.
+    """
+    if value != value and str(buffer.dtype).endswith("uint8"):
+        value = int(NAN["fp8_e4m3"])
     if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint16 and value != value:
         value = NAN_BITS
     buffer[...] = value

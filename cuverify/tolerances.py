@@ -19,6 +19,9 @@ FACTOR = 2.0
 UNIT = 2.0**-8
 """Largest relative error of rounding to bf16."""
 
+UNITS = {"bf16": UNIT, "fp16": 2.0**-11}
+"""Likewise by the type of the outputs."""
+
 MEAN_ROUNDINGS = 0.4
 """What rounding costs on average, in `UNIT`: the baseline's error is taken to be at least this.
 
@@ -86,7 +89,7 @@ TABLE = (
         "roundings of one sum, its logarithm and two differences in float32",
     ),
     Entry(
-        "attention `out` (bf16), each row of one token and head",
+        "attention `out` (bf16; fp16 with 2^-11 for 2^-8), each row of one token and head",
         f"root mean square of the error <= {FACTOR:g} x max(that of the baseline, "
         f"{MEAN_ROUNDINGS:g} x (1 + latent^-1/2) x 2^-8 x size), and largest error <= "
         f"{FACTOR:g} x max(that of the baseline, {LARGEST_ROUNDINGS:g} x 2^-8 x size)",
@@ -98,6 +101,12 @@ TABLE = (
         f"error <= {FACTOR:g} x max(that of the baseline, 2^-17 x max(1, abs(lse))); "
         "-inf equals -inf only",
         "likewise; the approximate exponential of a GPU is allowed for",
+    ),
+    Entry(
+        "attention over a pool of fp8 codes (e4m3, one scale)",
+        "as bf16, from the numbers that the codes and the scale mean",
+        "codes are widened without rounding, and the scale is applied in fp32; what storing a row "
+        "in 8 bits costs is no error of attention",
     ),
     Entry(
         "attention rows that see nothing",
@@ -118,7 +127,9 @@ TABLE = (
 )
 
 
-def attention_bounds(reference: Attention, baseline: Attention | None = None) -> dict[str, Bounded]:
+def attention_bounds(
+    reference: Attention, baseline: Attention | None = None, *, dtype: str = "bf16"
+) -> dict[str, Bounded]:
     """Return the right outputs of verify attention, each with what it may be off by.
 
     Parameters
@@ -129,6 +140,8 @@ def attention_bounds(reference: Attention, baseline: Attention | None = None) ->
         Of the same inputs in the dtype of the outputs, such as
         `cuverify.torch_oracle.baseline_attention` gives. Without it the bounds are tighter than
         those of `TABLE`: what is within them is right, and what is not may be.
+    dtype : {"bf16", "fp16"}
+        Of the outputs.
 
     Returns
     -------
@@ -137,8 +150,8 @@ def attention_bounds(reference: Attention, baseline: Attention | None = None) ->
     """
     size = row_size(reference)
     scatter = 1.0 + reference.out.shape[2] ** -0.5
-    rms = MEAN_ROUNDINGS * scatter * UNIT * size
-    largest = LARGEST_ROUNDINGS * UNIT * size
+    rms = MEAN_ROUNDINGS * scatter * UNITS[dtype] * size
+    largest = LARGEST_ROUNDINGS * UNITS[dtype] * size
     blind = np.isneginf(reference.lse)
     right = np.where(blind, 0.0, reference.lse)
     lse = LSE_UNIT * np.maximum(1.0, np.abs(right))
@@ -185,9 +198,9 @@ check` and for the gate in front of every timing; nothing loosens it. It is writ
 compared with numpy.
 
 **The baseline** is what one would write in torch for tensors of that dtype: gather the rows, scores
-as a matrix product with float32 accumulation, softmax in float32, weights rounded to bf16, a second
-matrix product with float32 accumulation, the result rounded to bf16. Its error is measured against
-the reference in the same run, on the same inputs.
+as a matrix product with float32 accumulation, softmax in float32, weights rounded to that dtype, a
+second matrix product with float32 accumulation, the result rounded to that dtype. Its error is
+measured against the reference in the same run, on the same inputs.
 
 **The size** of a row is `sqrt(sum_j p_j^2 mean_c v_jc^2 + mean_c out_c^2)`, with the weights `p`
 and values `v` of the reference: what rounding the weights and then the result can move it by, in

@@ -33,6 +33,7 @@ def verify_attention(
     visible: Any,
     draft_kv: Any = None,
     draft_slots: Any = None,
+    kv_scale: float = 1.0,
     device: str = "cuda",
 ) -> Attention:
     """Compute what `cuverify.reference.verify_attention.verify_attention` does, in torch's float64.
@@ -41,7 +42,7 @@ def verify_attention(
     ----------
     q, pool, kv_indices, visible, draft_kv, draft_slots
         As there; numpy arrays, or torch tensors of which those on `device` are not copied.
-    latent, sm_scale, qo_indptr, kv_indptr
+    latent, sm_scale, qo_indptr, kv_indptr, kv_scale
         As there, on the host.
     device : str
         Where to compute. Waits for it.
@@ -53,7 +54,7 @@ def verify_attention(
     """
     return _attention(
         q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
-        draft_slots, device, exact=True,
+        draft_slots, kv_scale, device, exact=True,
     )  # fmt: skip
 
 
@@ -69,12 +70,14 @@ def baseline_attention(
     visible: Any,
     draft_kv: Any = None,
     draft_slots: Any = None,
+    kv_scale: float = 1.0,
     device: str = "cuda",
 ) -> Attention:
-    """Attend as torch would in bf16: gather, matrix product, softmax, matrix product.
+    """Attend as torch would in 16 bits: gather, matrix product, softmax, matrix product.
 
-    Products are accumulated in float32, the softmax is float32, its weights are rounded to bf16 for
-    the second product, and so is the result. Parameters are those of `verify_attention`.
+    Products are accumulated in float32, the softmax is float32, its weights are rounded to the type
+    of the queries for the second product, and so is the result; a pool of codes is made float32
+    first, which rounds nothing. Parameters are those of `verify_attention`.
 
     Returns
     -------
@@ -83,7 +86,7 @@ def baseline_attention(
     """
     return _attention(
         q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
-        draft_slots, device, exact=False,
+        draft_slots, kv_scale, device, exact=False,
     )  # fmt: skip
 
 
@@ -98,6 +101,7 @@ def _attention(
     visible: Any,
     draft_kv: Any,
     draft_slots: Any,
+    kv_scale: float,
     device: str,
     *,
     exact: bool,
@@ -106,7 +110,7 @@ def _attention(
 
     if (draft_kv is None) == (draft_slots is None):
         raise ArgumentError("draft_kv", draft_kv, "give either it or draft_slots")
-    queries, rows = _floats(q, device), _floats(pool, device)
+    queries, rows = _stored(q, device), _stored(pool, device)
     rows = rows.reshape(len(rows), rows.shape[-1])
     slots, words = _integers(kv_indices, device), _integers(visible, device)
     wide = torch.float64 if exact else torch.float32
@@ -121,16 +125,17 @@ def _attention(
             continue
         prefix = slots[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
         if draft_kv is None:
-            drafts = rows[_integers(draft_slots, device)[first:end].long()]
+            slots_of_tree = _integers(draft_slots, device)[first:end].long()
+            drafts = _numbers(rows[slots_of_tree], wide, kv_scale)
         else:
-            drafts = _floats(draft_kv, device)[first:end]
-        keys = torch.cat([rows[prefix], drafts]).to(wide)
+            drafts = _stored(draft_kv, device)[first:end].to(wide)
+        keys = torch.cat([_numbers(rows[prefix], wide, kv_scale), drafts])
         sees = torch.ones((end - first, len(keys)), dtype=torch.bool, device=device)
         node = torch.arange(end - first, device=device)
         # node 63 is the sign bit: an arithmetic shift smears it, and the mask drops the smear
         sees[:, len(prefix) :] = (words[first:end, node >> 6] >> (node & 63)) & 1 == 1
         for at, chunk in _chunks(first, end, heads * len(keys), device):
-            part = _rows(queries[at].to(wide), keys, sees[chunk], latent, sm_scale, exact=exact)
+            part = _rows(queries[at], keys, sees[chunk], latent, sm_scale, exact=exact)
             out[at], lse[at], spread[at] = (x.double().cpu().numpy() for x in part)
     return Attention(out, lse, spread)
 
@@ -141,6 +146,7 @@ def _rows(
     """Return output, log-sum-exp and spread of some tokens [n, H, D], all keys at once."""
     import torch
 
+    rounded, queries = queries.dtype, queries.to(keys.dtype)
     nodes, heads, width = queries.shape
     scores = (queries.reshape(nodes * heads, width) @ keys.T).view(nodes, heads, -1) * sm_scale
     scores.masked_fill_(~sees[:, None, :], -torch.inf)
@@ -150,9 +156,9 @@ def _rows(
     values = keys[:, :latent]
     spread = (weights.square() @ values.square().mean(dim=1)).sqrt()
     if not exact:
-        weights = weights.bfloat16().to(keys.dtype)
+        weights = weights.to(rounded).to(keys.dtype)
     out = (weights.view(nodes * heads, -1) @ values).view(nodes, heads, latent)
-    return out if exact else out.bfloat16(), lse, spread
+    return out if exact else out.to(rounded), lse, spread
 
 
 def _chunks(
@@ -165,8 +171,8 @@ def _chunks(
         yield slice(begin, stop), slice(begin - first, stop - first)
 
 
-def _floats(values: Any, device: str) -> Any:
-    """Return a tensor of floats on the device; uint16 and int16 are the bits of bf16."""
+def _stored(values: Any, device: str) -> Any:
+    """Return a tensor on the device: bf16 for the bits of bf16, uint8 for codes of e4m3."""
     import torch
 
     if isinstance(values, np.ndarray):
@@ -174,7 +180,18 @@ def _floats(values: Any, device: str) -> Any:
         values = torch.from_numpy(_writable(raw))
     if values.dtype in (torch.int16, torch.uint16):
         values = values.view(torch.bfloat16)
+    if values.dtype == torch.float8_e4m3fn:  # which hardly anything is written for
+        values = values.view(torch.uint8)
     return values.to(device)
+
+
+def _numbers(rows: Any, wide: Any, kv_scale: float) -> Any:
+    """Return what rows of the pool mean."""
+    import torch
+
+    if rows.dtype == torch.uint8:
+        rows = rows.view(torch.float8_e4m3fn).to(torch.float32)
+    return rows.to(wide) * kv_scale
 
 
 def _integers(values: Any, device: str) -> Any:

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 
 from cuverify.errors import ArgumentError
 from cuverify.kv_layout import KvLayout
+from cuverify.narrow import NAN, Narrow, narrow
 from cuverify.tree import DraftTree
 
 DraftSource = Literal["slots", "separate"]
 IndexType = Literal["int32", "int64"]
 Masks = Literal["trees", "any"]
+ElementType = Literal["bf16", "fp16"]
 
 MAX_TREE_TOKENS = 256
 """Most nodes of a tree that attention takes, several row tiles wide."""
@@ -34,7 +36,6 @@ MAX_TREE_TOKENS = 256
 SM_SCALE = 192**-0.5 * (0.1 * np.log(32.0) + 1.0) ** 2
 """Of Kimi K2: heads of 192 before absorption, and YaRN's factor for 32 times the context."""
 
-_NAN = np.uint16(0x7FFF)
 _LEVELS = 4096  # of the normal distribution that values are drawn from
 _PIECE = 1 << 15
 _PIECE_ROWS = 4096
@@ -72,7 +73,13 @@ class VerifyBatch:
         Nodes see themselves and their ancestors, or any nodes at all, themselves perhaps not
         among them.
     row_gap : int
-        Unused elements behind each row of the pool and of the drafts, a multiple of 8.
+        Unused elements behind each row of the pool and of the drafts, a multiple of 8 (of 16 beside
+        codes).
+    dtype : {"bf16", "fp16"}
+        Of the queries, of drafts that come apart, and of the pool if `kv_scale` is absent.
+    kv_scale : float, optional
+        The pool holds codes of e4m3, and this is what a code of 1 means. From 0.03 on the values
+        that are drawn have codes. With bf16 queries only.
     kind : str
         Where the batch comes from.
 
@@ -101,6 +108,8 @@ class VerifyBatch:
     index_dtype: IndexType = "int32"
     masks: Masks = "trees"
     row_gap: int = 0
+    dtype: ElementType = "bf16"
+    kv_scale: float | None = None
     kind: str = "drawn"
 
     def __post_init__(self) -> None:
@@ -129,7 +138,15 @@ class VerifyBatch:
             raise ArgumentError("spread", self.spread, "must be at least 0")
         if self.row_gap < 0 or self.row_gap % 8:
             raise ArgumentError("row_gap", self.row_gap, "must be a multiple of 8, at least 0")
+        if self.kv_scale is not None:
+            if not 0 < self.kv_scale < np.inf:
+                raise ArgumentError("kv_scale", self.kv_scale, "must be positive")
+            if self.dtype != "bf16":
+                raise ArgumentError("kv_scale", self.kv_scale, "pools of codes go with bf16")
+            if self.row_gap % 16:
+                raise ArgumentError("row_gap", self.row_gap, "must be a multiple of 16 bytes")
         for name, value, known in (
+            ("dtype", self.dtype, get_args(ElementType)),
             ("draft_source", self.draft_source, get_args(DraftSource)),
             ("index_dtype", self.index_dtype, get_args(IndexType)),
             ("masks", self.masks, get_args(Masks)),
@@ -175,18 +192,24 @@ class VerifyBatch:
         """Floating-point operations of both products, hidden pairs included."""
         return 2 * self.pairs * (self.width + self.latent)
 
-    # Arrays
+    @property
+    def pool_dtype(self) -> Narrow:
+        """What the pool's rows are made of."""
+        return self.dtype if self.kv_scale is None else "fp8_e4m3"
 
-    def q(self) -> NDArray[np.uint16]:
-        """Return the queries: bits of bf16, shape (N, H, D), the latent part first."""
+    # Arrays: bf16 as bits (uint16), fp16 as float16, codes of e4m3 as uint8
+
+    def q(self) -> NDArray[Any]:
+        """Return the queries: shape (N, H, D), the latent part first."""
         # the handle's column is no noise
         scale = self.spread / (self.sm_scale * np.sqrt(self.width - 1))
-        q = _noise(self._rng(0), (self.num_tokens, self.heads, self.width), scale)
-        q[..., -1] = _bf16(_HANDLE)
+        shape = (self.num_tokens, self.heads, self.width)
+        q = _noise(self._rng(0), shape, scale, self.dtype)
+        q[..., -1] = narrow(_HANDLE, self.dtype)
         return q
 
-    def pool(self) -> NDArray[np.uint16]:
-        """Return the pool's rows: bits of bf16, shape (slots, D), NaN where nobody may read.
+    def pool(self) -> NDArray[Any]:
+        """Return the pool's rows: shape (slots, D), NaN where nobody may read.
 
         Drafts of real requests are in it where they come from their slots.
         """
@@ -204,25 +227,26 @@ class VerifyBatch:
             real = layout.out_cache_loc[: self._real_tokens]
             read[real] = True
             lift[real] = self._draft_lift()[: self._real_tokens]
-        pool = np.full((layout.num_slots, self.width), _NAN)
+        kind, unit = self.pool_dtype, self.kv_scale or 1.0
+        pool = np.full((layout.num_slots, self.width), NAN[kind])
         rows = np.flatnonzero(read)
         rng = self._rng(1)
         for begin in range(0, len(rows), _PIECE_ROWS):  # a large pool is written once, not twice
             some = rows[begin : begin + _PIECE_ROWS]
-            content = _noise(rng, (len(some), self.width), 1.0)
-            content[:, -1] = self._handle_of(lift[some])
+            content = _noise(rng, (len(some), self.width), 1.0 / unit, kind)
+            content[:, -1] = narrow(self._handle_of(lift[some]) / np.float32(unit), kind)
             pool[some] = content
         return pool
 
-    def draft_kv(self) -> NDArray[np.uint16]:
-        """Return the KV rows of the drafts: bits of bf16, shape (N, D).
+    def draft_kv(self) -> NDArray[Any]:
+        """Return the KV rows of the drafts: shape (N, D).
 
         With ``draft_source="slots"`` what the pool holds for them: the dummy row where padded.
         """
         if self.draft_source == "slots":
             return self.pool()[self.layout.out_cache_loc]
-        rows = _noise(self._rng(2), (self.num_tokens, self.width), 1.0)
-        rows[:, -1] = self._handle_of(self._draft_lift())
+        rows = _noise(self._rng(2), (self.num_tokens, self.width), 1.0, self.dtype)
+        rows[:, -1] = narrow(self._handle_of(self._draft_lift()), self.dtype)
         return rows
 
     def visible(self, words: int | None = None) -> NDArray[np.uint64]:
@@ -269,6 +293,7 @@ class VerifyBatch:
             "kv_indptr": self.layout.kv_indptr(),
             "kv_indices": self.layout.kv_indices(self.index_dtype),
             "visible": self.visible(),
+            **({} if self.kv_scale is None else {"kv_scale": self.kv_scale}),
             **drafts,
         }
 
@@ -326,7 +351,9 @@ class VerifyBatch:
             f"latent={self.latent}, rope={self.rope}, num_slots={layout.num_slots}, "
             f"page_size={layout.page_size}, spread={self.spread:g}, seed={self.seed}, "
             f"drafts from {self.draft_source}, masks of {self.masks}, {self.index_dtype}"
-            f"{f', row_gap={self.row_gap}' if self.row_gap else ''})"
+            f"{f', row_gap={self.row_gap}' if self.row_gap else ''}"
+            f"{f', {self.dtype}' if self.dtype != 'bf16' else ''}"
+            f"{f', kv_scale={self.kv_scale:g}' if self.kv_scale is not None else ''})"
         )
 
     @property
@@ -350,15 +377,17 @@ class VerifyBatch:
         lift = np.log(np.maximum(lens / trees, 1.0)).astype(np.float32)
         return np.repeat(lift, trees)
 
-    def _handle_of(self, lift: NDArray[np.float32]) -> NDArray[np.uint16]:
+    def _handle_of(self, lift: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return what a key's last column holds so that its scores grow by `lift`."""
-        return _bf16(lift / np.float32(_HANDLE * self.sm_scale))
+        return np.asarray(lift / np.float32(_HANDLE * self.sm_scale), np.float32)
 
 
-def _noise(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.uint16]:
-    """Return normal noise as bits of bf16: random bits look their value up in a table."""
-    table = _levels(float(scale))
-    values = np.empty(shape, np.uint16)
+def _noise(
+    rng: np.random.Generator, shape: tuple[int, ...], scale: float, kind: Narrow
+) -> NDArray[Any]:
+    """Return normal noise of a type: random bits look their value up in a table."""
+    table = _levels(float(scale), kind)
+    values = np.empty(shape, table.dtype)
     flat = values.reshape(-1)
     bits = rng.integers(0, 2**64, -(-flat.size // 4), np.uint64).view(np.uint16)
     # in pieces: numpy widens the indices to 64 bits first, which should not leave the cache
@@ -370,8 +399,8 @@ def _noise(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> ND
 
 
 @functools.lru_cache(maxsize=256)
-def _levels(scale: float) -> NDArray[np.uint16]:
-    return _bf16(_quantiles() * np.float32(scale))
+def _levels(scale: float, kind: Narrow) -> NDArray[Any]:
+    return narrow(_quantiles() * np.float32(scale), kind)
 
 
 @functools.cache
@@ -379,10 +408,3 @@ def _quantiles() -> NDArray[np.float32]:
     normal = statistics.NormalDist()
     middle = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
     return np.array([normal.inv_cdf(share) for share in middle], np.float32)
-
-
-def _bf16(values: NDArray[np.float32] | float) -> NDArray[np.uint16]:
-    """Round finite numbers to the bits of bf16, to the nearest, ties to even."""
-    bits = np.asarray(values, np.float32).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return np.asarray(rounded >> np.uint32(16), np.uint16)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuverify.narrow import NAN
 from cuverify.verify_batch import SM_SCALE
 from cuverify.verify_shapes import LATENT, WIDTH, Shape
 
@@ -29,6 +30,8 @@ SLOTS = 1_000_000
 _LANDMARKS = 16  # rows of a prefix that weigh as much as a draft each
 _HANDLE = 8.0  # the last column of every query; a key's last column then moves its scores
 _MASK_WORD = 64
+_KV_SCALE = 0.07  # of pools of codes: what is drawn lies within what they can say
+_NAN_CODE = int(NAN["fp8_e4m3"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +57,8 @@ class Problem:
     Parameters
     ----------
     shape : Shape
-    pool : tensor of bfloat16, shape (slots, 576)
-        Rewritten: rows of this shape, NaN elsewhere.
+    pool : tensor of bfloat16, shape (slots, 576), contiguous
+        Rewritten: rows of this shape, NaN elsewhere. Its memory serves other types as well.
     seed : int
         Of values, slots and trees.
     copies : int, optional
@@ -63,7 +66,10 @@ class Problem:
 
     Attributes
     ----------
-    q : tensor of bfloat16, shape (N, H, 576)
+    pool : tensor of bfloat16, float16 or uint8 (codes of e4m3), shape (slots, 576)
+    kv_scale : float
+        What a code of 1 means; 1 where there are none.
+    q : tensor of bfloat16 or float16, shape (N, H, 576)
     prefix_slots : list of int32 tensors, shape (prefix rows,)
         Slots of all prefixes, one request behind the other, for each copy.
     draft_slots : list of int64 tensors, shape (N,)
@@ -80,7 +86,14 @@ class Problem:
     ) -> None:
         import torch
 
-        self.shape, self.pool, self.sm_scale = shape, pool, float(SM_SCALE)
+        self.shape, self.sm_scale = shape, float(SM_SCALE)
+        self.kv_scale = _KV_SCALE if shape.stored == "fp8" else 1.0
+        self.dtype = torch.float16 if shape.stored == "fp16" else torch.bfloat16
+        if shape.stored == "fp8":
+            slots, width = pool.shape
+            self.pool = pool.view(-1).view(torch.uint8)[: slots * width].view(slots, width)
+        else:
+            self.pool = pool.view(self.dtype)
         generator = torch.Generator(device=pool.device).manual_seed(seed + shape.rows)
 
         def noise(*size: int) -> Any:
@@ -88,17 +101,21 @@ class Problem:
 
         queries = noise(shape.tokens, shape.heads, WIDTH) / (self.sm_scale * math.sqrt(WIDTH - 1))
         queries[..., -1] = _HANDLE
-        self.q = queries.bfloat16()
-        rows = noise(shape.rows, WIDTH).bfloat16()
+        self.q = queries.to(self.dtype)
+        numbers = noise(shape.rows, WIDTH)
         lift = torch.from_numpy(score_lift(shape, seed)).to(pool.device)
-        rows[:, -1] = (lift / (_HANDLE * self.sm_scale)).bfloat16()
+        numbers[:, -1] = lift / (_HANDLE * self.sm_scale)
+        if shape.stored == "fp8":
+            rows = (numbers / self.kv_scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            rows = numbers.to(self.dtype)
 
         self.copies = shape.copies(len(pool)) if copies is None else copies
         slots = torch.randperm(len(pool), generator=generator, device=pool.device)
         taken = slots[: self.copies * shape.rows].view(self.copies, shape.rows)
-        pool.fill_(float("nan"))
+        self.pool.fill_(float("nan") if self.pool.is_floating_point() else _NAN_CODE)
         for copy in taken:
-            pool[copy] = rows
+            self.pool[copy] = rows
         self.prefix_slots = [copy[: shape.prefix_rows].int() for copy in taken]
         self.draft_slots = [copy[shape.prefix_rows :].contiguous() for copy in taken]
 
@@ -129,7 +146,8 @@ class Problem:
 
         from cuverify.tolerances import attention_bounds
 
-        found = attention_bounds(self.exact, self.baseline)
+        dtype = "fp16" if self.shape.stored == "fp16" else "bf16"
+        found = attention_bounds(self.exact, self.baseline, dtype=dtype)
         out, lse = found["out"], found["lse"]
         arrays = (out.values, out.atol, out.rms, lse.values, lse.atol)
         return DeviceBounds(*(torch.as_tensor(part).to(self.pool.device) for part in arrays))
@@ -140,11 +158,11 @@ class Problem:
         return self.bounds.out
 
     def new_output(self) -> Any:
-        """Return an output [N, H, 512] of bfloat16 that holds NaN."""
+        """Return an output [N, H, 512] of the type of the queries that holds NaN."""
         import torch
 
         shape = (self.shape.tokens, self.shape.heads, LATENT)
-        return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.pool.device)
+        return torch.full(shape, float("nan"), dtype=self.dtype, device=self.pool.device)
 
     def slot_table(self, copy: int = 0) -> Any:
         """Return slots of one copy by request and position: int32 of shape (B, longest prefix)."""
@@ -165,6 +183,7 @@ class Problem:
             "kv_indices": self.prefix_slots[0],
             "visible": self.visible,
             "draft_slots": self.draft_slots[0],
+            "kv_scale": self.kv_scale,
             "device": "cuda" if self.pool.is_cuda else "cpu",
         }
 

@@ -2,7 +2,8 @@
 
 A shape has a short name: ``16x1k:8`` is sixteen requests of 1,024 prefix rows with trees of 8
 tokens, ``1x180k+15x1k:8`` a batch of very different lengths, ``1x64k:block16`` a drafter's block of
-16 tokens that see each other fully. ``k`` is 1,024.
+16 tokens that see each other fully. ``k`` is 1,024. ``1x4k:8/h128`` has 128 query heads and not 8,
+``1x4k:8/fp16`` half precision for bf16, ``1x4k:8/h64/fp8`` codes of e4m3 in the pool.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Literal, get_args
 from cuverify.errors import ArgumentError
 
 Drafts = Literal["tree", "block"]
+Stored = Literal["bf16", "fp16", "fp8"]
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-ROW_BYTES = 2 * WIDTH
+HEADS = 8
 
 MOST_ROWS = 300_000
 """Prefix rows of all requests together, at most, in the grid."""
 
 _KILO = 1024
 _GROUP = re.compile(r"([1-9]\d*)x([1-9]\d*)(k?)", re.ASCII)
-_TREE = re.compile(r"(block)?([1-9]\d*)", re.ASCII)
+_TREE = re.compile(r"(block)?([1-9]\d*)(?:/h([1-9]\d*))?(?:/(fp16|fp8))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A step of verify attention: one layer of absorbed MLA on one rank, bf16, page size 1.
+    """A step of verify attention: one layer of absorbed MLA on one rank, page size 1.
 
     Parameters
     ----------
@@ -43,12 +45,15 @@ class Shape:
         Whether draft tokens see their ancestors, or all of them each other.
     heads : int
         Query heads of the rank, H.
+    stored : {"bf16", "fp16", "fp8"}
+        The type of all tensors; fp8: the pool holds codes of e4m3, all others are bf16.
     """
 
     prefixes: tuple[int, ...]
     tree: int
     drafts: Drafts = "tree"
-    heads: int = 8
+    heads: int = HEADS
+    stored: Stored = "bf16"
 
     def __post_init__(self) -> None:
         if not self.prefixes or min(self.prefixes) < 1:
@@ -59,6 +64,8 @@ class Shape:
             raise ArgumentError("drafts", self.drafts, f"must be one of {get_args(Drafts)}")
         if self.heads < 8 or self.heads % 8:
             raise ArgumentError("heads", self.heads, "must be a multiple of 8")
+        if self.stored not in get_args(Stored):
+            raise ArgumentError("stored", self.stored, f"must be one of {get_args(Stored)}")
 
     @classmethod
     def parse(cls, name: str) -> Shape:
@@ -79,7 +86,9 @@ class Shape:
             assert group is not None
             rows = int(group[2]) * (_KILO if group[3] else 1)
             prefixes.extend([rows] * int(group[1]))
-        return cls(tuple(prefixes), int(drafts[2]), "block" if drafts[1] else "tree")
+        stored = next(kind for kind in get_args(Stored) if kind == (drafts[4] or "bf16"))
+        kind: Drafts = "block" if drafts[1] else "tree"
+        return cls(tuple(prefixes), int(drafts[2]), kind, int(drafts[3] or HEADS), stored)
 
     @property
     def name(self) -> str:
@@ -91,7 +100,9 @@ class Shape:
             else:
                 groups.append([1, rows])
         lengths = "+".join(f"{count}x{short(rows)}" for count, rows in groups)
-        return f"{lengths}:{'block' if self.drafts == 'block' else ''}{self.tree}"
+        heads = "" if self.heads == HEADS else f"/h{self.heads}"
+        stored = "" if self.stored == "bf16" else f"/{self.stored}"
+        return f"{lengths}:{'block' if self.drafts == 'block' else ''}{self.tree}{heads}{stored}"
 
     @property
     def batch(self) -> int:
@@ -121,7 +132,8 @@ class Shape:
     @property
     def bytes(self) -> int:
         """What must move: each KV row and each query once in, each output once out."""
-        return self.rows * ROW_BYTES + self.tokens * self.heads * 2 * (WIDTH + LATENT)
+        row = WIDTH if self.stored == "fp8" else 2 * WIDTH
+        return self.rows * row + self.tokens * self.heads * 2 * (WIDTH + LATENT)
 
     @property
     def flops(self) -> int:
@@ -172,10 +184,34 @@ LEVEL = Shape((sum(RAGGED.prefixes) // 16,) * 16, 8)
 BLOCK = tuple(Shape((prefix * _KILO,), 16, "block") for prefix in (4, 64))
 """A block-diffusion drafter's own attention: 16 tokens that see each other and the context."""
 
+HEADED = tuple(
+    Shape((prefix * _KILO,), tree, heads=heads)
+    for heads in (64, 128)
+    for prefix in (4, 64)
+    for tree in (1, 8)
+)
+"""All heads of a model on one rank, as with data-parallel attention."""
+
+STORED = tuple(
+    Shape((prefix * _KILO,), 8, heads=heads, stored=stored)
+    for stored in ("fp16", "fp8")
+    for heads in (8, 128)
+    for prefix in (4, 64)
+)
+"""Pools of other element types."""
+
 ALL = (RAGGED, LEVEL, *BLOCK, *GRID, *WIDE)
 """In this order: where the time does not suffice, the last ones are left out."""
 
-SETS = {"all": ALL, "grid": GRID, "wide": WIDE, "ragged": (RAGGED, LEVEL), "block": BLOCK}
+SETS = {
+    "all": ALL,
+    "grid": GRID,
+    "wide": WIDE,
+    "ragged": (RAGGED, LEVEL),
+    "block": BLOCK,
+    "heads": HEADED,
+    "stored": STORED,
+}
 
 TARGETS_US = {
     "1x1k:8": 8.0, "1x4k:8": 10.5, "1x16k:8": 16.0, "1x64k:8": 33.0, "1x180k:8": 66.0,

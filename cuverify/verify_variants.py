@@ -2,8 +2,8 @@
 
 All of them do the same job with the same parameters, by the same plan and with the same results
 within the published tolerances. `choose_variant` looks at what is known when a layer is made: the
-GPU, the columns and the scale. Lengths and the number of tree tokens change from step to step; the
-plan follows them on the device.
+GPU, the columns, the type of the pool and the scale. Lengths and the number of tree tokens change
+from step to step; the plan follows them on the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from cuverify.narrow import Narrow
 
 VariantName = Literal["portable", "sm90"]
 
@@ -29,6 +31,8 @@ class Variant:
         Of a block of `verify_partials`.
     columns : tuple of int, or None
         The only latent and rope columns; None where all are possible.
+    codes : bool
+        Whether the pool may hold codes of e4m3.
     combine_ctas : int
         Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
@@ -42,12 +46,15 @@ class Variant:
     kernels: tuple[str, str]
     threads: int
     columns: tuple[int, int] | None = None
+    codes: bool = True
     combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
     lone: Mapping[str, int] = field(default_factory=dict)
 
-    def fits(self, latent: int, rope: int, sm_scale: float) -> bool:
+    def fits(self, latent: int, rope: int, sm_scale: float, pool: Narrow = "bf16") -> bool:
         """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
+        if pool == "fp8_e4m3" and not self.codes:
+            return False
         return self.columns is None or (self.columns == (latent, rope) and sm_scale > 0)
 
 
@@ -58,6 +65,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
         ("verify_partials_sm90", "verify_combine_sm90"),
         512,
         columns=(512, 64),
+        codes=False,
         combine_ctas=2,
         plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
         lone={"COMBINE_UNROLL": 9, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
@@ -77,7 +85,12 @@ def variant_of(architecture: tuple[int, int] | None) -> VariantName:
 
 
 def choose_variant(
-    architecture: tuple[int, int] | None, *, latent: int, rope: int, sm_scale: float
+    architecture: tuple[int, int] | None,
+    *,
+    latent: int,
+    rope: int,
+    sm_scale: float,
+    pool: Narrow = "bf16",
 ) -> VariantName:
     """Return the text that attends.
 
@@ -89,6 +102,8 @@ def choose_variant(
         Columns of V, and further ones of K.
     sm_scale : float
         Factor of the scores.
+    pool : {"bf16", "fp16", "fp8_e4m3"}
+        What its rows are made of.
     """
     best = variant_of(architecture)
-    return best if VARIANTS[best].fits(latent, rope, sm_scale) else "portable"
+    return best if VARIANTS[best].fits(latent, rope, sm_scale, pool) else "portable"

@@ -22,14 +22,20 @@
 // So one fragment of K or V that a warp loads serves 32 columns, queries and accumulators stay in
 // registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills.
 //
-// Partials are bfloat16, normalised, with one base-2 log-sum-exp a row: half the traffic of
-// float32, and the rounding is that of `out` itself, averaged over the pieces.
+// Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
+// of float32, and the rounding is that of `out` itself, averaged over the pieces.
+//
+// A pool of fp8 codes is widened in shared memory, which is exact: cp.async fills a ring of codes,
+// and the thread that fetched a piece writes it as bfloat16 into one of two tiles while the softmax
+// of the tile before goes on. Scores and outputs are in units of the codes until they are scaled.
+// The rows of `draft_kv` stay what they are: their scores and weights are brought to those units.
 //
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
-#include "bf16.cuh"
+#include "element.cuh"
+#include "fp8_e4m3.cuh"
 #include "merge.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
@@ -47,6 +53,14 @@
 #ifndef HEADS
 #define HEADS 8
 #endif
+// the type of queries, outputs and the trees' own rows: bf16 or fp16
+#ifndef ELEMENT
+#define ELEMENT bf16
+#endif
+// the type of the pool: the same, or fp8_e4m3 beside bf16
+#ifndef KV_ELEMENT
+#define KV_ELEMENT bf16
+#endif
 // the types of kv_indices and qo_indptr: int or long long
 #ifndef KV_INDEX
 #define KV_INDEX int
@@ -54,7 +68,8 @@
 #ifndef QO_INDEX
 #define QO_INDEX int
 #endif
-// KV tiles of 16 rows in shared memory: one is used, STAGES - 2 are on their way
+// KV tiles of 16 rows in shared memory: one is used, STAGES - 2 are on their way (of fp8 codes
+// STAGES - 1, besides two tiles that are used)
 #ifndef STAGES
 #define STAGES 4
 #endif
@@ -87,7 +102,7 @@ constexpr int BAND_ROWS = GROUPS * GROUP;
 constexpr int TILE = 16;        // KV rows
 constexpr int PITCH = DIM + 8;  // elements from row to row in shared memory: no bank conflicts
 constexpr int PIECE = 8;        // elements of a 16-byte access
-constexpr int ROW_PIECES = DIM / PIECE;
+constexpr int ROW_PIECES = DIM / PIECE;  // of a row in shared memory
 constexpr int OUT_PIECES = LATENT / PIECE;
 constexpr int OUT_PITCH = LATENT + PIECE;   // as PITCH, for rows that are written out
 constexpr int COPY_LANES = THREADS / TILE;  // that fetch one row
@@ -98,11 +113,22 @@ constexpr int K_OWN = (K_STEPS + BAND_WARPS - 1) / BAND_WARPS;
 constexpr int V_BLOCKS = LATENT / 16;
 constexpr int V_OWN = (V_BLOCKS + BAND_WARPS - 1) / BAND_WARPS;
 
+namespace element = ELEMENT;
+constexpr bool CODES = BYTES_OF(KV_ELEMENT) == 1;
+constexpr int TILES = CODES ? 2 : STAGES;            // that products are made of
+constexpr int AHEAD = CODES ? STAGES : STAGES - 1;   // tiles that are fetched before the first
+constexpr int KV_PIECE = 16 / BYTES_OF(KV_ELEMENT);  // elements of a 16-byte access to the pool
+constexpr int KV_ROW_PIECES = DIM / KV_PIECE;
+constexpr int KV_PITCH = CODES ? DIM : PITCH;   // from row to row where the copies go
+constexpr int CODES_AT = TILES * TILE * PITCH;  // in the ring: behind the tiles
+
 static_assert(LATENT % 16 == 0 && ROPE % 16 == 0 && LATENT >= 16 && ROPE >= 16, "whole fragments");
 static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "a group of columns is of one token");
 static_assert(GROUPS == BAND_WARPS, "each warp does the softmax of one group");
 static_assert(BANDS * GROUPS * GROUP == ROW_TILE, "a block holds one row tile");
 static_assert(STAGES >= 4, "the ring also holds a row tile of outputs");
+static_assert(CODES_AT * 2 + (CODES ? STAGES * TILE * DIM : 0) <= STAGES * TILE * PITCH * 2,
+              "codes and the two tiles made of them find room in the ring");
 static_assert((COMBINE_THREADS & (COMBINE_THREADS - 1)) == 0 && COMBINE_THREADS >= 32 &&
                   COMBINE_THREADS <= 1024,
               "warps can share units evenly");
@@ -113,6 +139,8 @@ constexpr unsigned ALL = 0xffffffffu;
 
 using bits16 = unsigned short;
 using word64 = unsigned long long;
+
+using kv_bits = stored::Bits<BYTES_OF(KV_ELEMENT)>::type;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -150,7 +178,7 @@ struct Item {
 
 // Where the KV rows are.
 struct KvRows {
-    const bits16* kv;
+    const kv_bits* kv;
     long long kv_stride;
     long long num_slots;
     const KV_INDEX* kv_indices;
@@ -165,9 +193,10 @@ struct KvRows {
     }
 
     // Starts the copy of row `place.copy_row` of the tile at position `start` into `tile`: this
-    // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone.
+    // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone, and
+    // so is a row beside codes that is none of them.
     __device__ __forceinline__ void fetch(const Item& item, int start, KV_INDEX listed,
-                                          bits16* tile, Place place) const {
+                                          kv_bits* tile, Place place) const {
         if (start >= item.end) {
             return;
         }
@@ -175,30 +204,62 @@ struct KvRows {
         const bool present = position < item.end;
         const bool in_tree = present && position >= item.prefix;
         const bool separate = in_tree && out_cache_loc == nullptr;
+        if (CODES && separate) {
+            return;
+        }
         long long slot = static_cast<long long>(listed);
         if (in_tree) {
             const long long token = item.first_token + (position - item.prefix);
             slot = separate ? token : out_cache_loc[token];
         }
-        const bits16* from = separate ? draft_kv + slot * draft_stride : kv + slot * kv_stride;
-        from = (present ? from : kv) + place.copy_lane * PIECE;
-        bits16* to = tile + place.copy_row * PITCH + place.copy_lane * PIECE;
+        const kv_bits* from = separate
+                                  ? reinterpret_cast<const kv_bits*>(draft_kv + slot * draft_stride)
+                                  : kv + slot * kv_stride;
+        from = (present ? from : kv) + place.copy_lane * KV_PIECE;
+        kv_bits* to = tile + place.copy_row * KV_PITCH + place.copy_lane * KV_PIECE;
         if (!present || separate || (slot >= 0 && slot < num_slots)) {
             const int bytes = present ? 16 : 0;
 #pragma unroll
-            for (int piece = 0; piece < ROW_PIECES; piece += COPY_LANES) {
-                if (piece + COPY_LANES <= ROW_PIECES || piece + place.copy_lane < ROW_PIECES) {
-                    ptx::cp_async16(to + piece * PIECE, from + piece * PIECE, bytes);
+            for (int piece = 0; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+                if (piece + COPY_LANES <= KV_ROW_PIECES ||
+                    piece + place.copy_lane < KV_ROW_PIECES) {
+                    ptx::cp_async16(to + piece * KV_PIECE, from + piece * KV_PIECE, bytes);
                 }
             }
         } else {
             // Scores become NaN by the columns that only K has. Those of V are 0: a query row that
             // does not see this one adds 0 times it.
-            for (int piece = place.copy_lane; piece < ROW_PIECES; piece += COPY_LANES) {
-                const unsigned bits = piece < LATENT / PIECE ? 0 : ALL;
+            for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+                const unsigned bits = piece < LATENT / KV_PIECE ? 0 : ALL;
                 store128(to, make_uint4(bits, bits, bits, bits));
-                to += COPY_LANES * PIECE;
+                to += COPY_LANES * KV_PIECE;
             }
+        }
+    }
+
+    // Writes this thread's pieces of a tile of codes, which have arrived, as bfloat16.
+    __device__ __forceinline__ void widen(const Item& item, int start, const kv_bits* codes,
+                                          bits16* tile, Place place) const {
+        const int position = start + place.copy_row;
+        if (start >= item.end) {
+            return;
+        }
+        bits16* to = tile + place.copy_row * PITCH;
+        if (position >= item.prefix && position < item.end && out_cache_loc == nullptr) {
+            const bits16* from =
+                draft_kv + (item.first_token + (position - item.prefix)) * draft_stride;
+            for (int piece = place.copy_lane; piece < ROW_PIECES; piece += COPY_LANES) {
+                store128(to + piece * PIECE, load128(from + piece * PIECE));
+            }
+            return;
+        }
+        const kv_bits* from = codes + place.copy_row * KV_PITCH;
+#pragma unroll 1
+        for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+            uint4 first, second;
+            fp8_e4m3::widen(load128(from + piece * KV_PIECE), first, second);
+            store128(to + piece * KV_PIECE, first);
+            store128(to + piece * KV_PIECE + PIECE, second);
         }
     }
 };
@@ -254,7 +315,7 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* ti
             ptx::ldmatrix_x4(a, row + k * 16);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                ptx::mma_m16n8k16_bf16(s[group], a, q[k][group]);
+                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(s[group], a, q[k][group]);
             }
         }
     }
@@ -295,7 +356,7 @@ __device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16*
             ptx::ldmatrix_x4_trans(a, row + (place.warp * V_OWN + block) * 16);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                ptx::mma_m16n8k16_bf16(acc.o[block][group], a, p[group]);
+                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][group], a, p[group]);
             }
         }
     }
@@ -303,8 +364,11 @@ __device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16*
 
 // The softmax of one group. A lane has two query rows, 2 (l % 4) + {0, 1}, and of each tile the KV
 // rows l / 4 and l / 4 + 8: both sums are over those only. What is multiplied with V is rounded to
-// bfloat16, so that is what the outputs are divided by: a key that has nearly all of the weight then
+// 16 bits, so that is what the outputs are divided by: a key that has nearly all of the weight then
 // gives its own values, whatever its probability was rounded to.
+//
+// Probabilities come out in units of the accumulators, which are codes where the pool has codes: `unit`
+// says for the lane's two KV rows how many of them 1 is, `value` what one of them is.
 struct Softmax {
     float max[2];  // log2 domain, the same in all lanes of a query row; -inf before the first score
     float sum[2];
@@ -312,7 +376,8 @@ struct Softmax {
 
     // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as an
     // operand and the factor for what has been accumulated before.
-    __device__ __forceinline__ void step(float (&x)[4], uint2& probabilities, float2& rescale) {
+    __device__ __forceinline__ void step(float (&x)[4], float2 unit, float2 value,
+                                         uint2& probabilities, float2& rescale) {
         float factor[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -330,17 +395,20 @@ struct Softmax {
             x[i + 2] = ptx::exp2_approx(x[i + 2] - base);
             sum[i] = sum[i] * factor[i] + x[i] + x[i + 2];
         }
-        const unsigned upper = bf16::pack(x[0], x[1]);
-        const unsigned lower = bf16::pack(x[2], x[3]);
-        rounded_sum[0] = rounded_sum[0] * factor[0] + bf16::first(upper) + bf16::first(lower);
-        rounded_sum[1] = rounded_sum[1] * factor[1] + bf16::second(upper) + bf16::second(lower);
+        const unsigned upper = element::pack(x[0] * unit.x, x[1] * unit.x);
+        const unsigned lower = element::pack(x[2] * unit.y, x[3] * unit.y);
+        rounded_sum[0] = rounded_sum[0] * factor[0] + element::first(upper) * value.x +
+                         element::first(lower) * value.y;
+        rounded_sum[1] = rounded_sum[1] * factor[1] + element::second(upper) * value.x +
+                         element::second(lower) * value.y;
         rescale = make_float2(factor[0], factor[1]);
         probabilities.x = ptx::movmatrix_trans(upper);
         probabilities.y = ptx::movmatrix_trans(lower);
     }
 
-    // Sums up over the lanes; gives the factors that normalise and the base-2 log-sum-exps.
-    __device__ __forceinline__ void finish(float2& inverse, float (&lse)[2]) {
+    // Sums up over the lanes; gives the factors that normalise accumulators in units of `scale`, and
+    // the base-2 log-sum-exps.
+    __device__ __forceinline__ void finish(float scale, float2& inverse, float (&lse)[2]) {
         float factor[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -350,7 +418,7 @@ struct Softmax {
                 rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);
             }
             const bool sees = sum[i] != 0.0f;
-            factor[i] = sees ? 1.0f / rounded_sum[i] : 0.0f;
+            factor[i] = sees ? scale / rounded_sum[i] : 0.0f;
             lse[i] = sees ? max[i] + log2f(sum[i]) : minus_infinity();
         }
         inverse = make_float2(factor[0], factor[1]);
@@ -422,6 +490,25 @@ __device__ __forceinline__ void hide(float (&x)[4], const Item& item, int positi
     }
 }
 
+// Beside codes, the trees' own rows are not in units of the pool. Brings the scores of those among
+// this lane's KV positions to it, and says what their probabilities have to be multiplied with.
+__device__ __forceinline__ void to_units(float (&x)[4], const Item& item, int position, float scale,
+                                         float2& unit, float2& value) {
+    const float inverse = 1.0f / scale;
+    if (position >= item.prefix) {
+        x[0] *= inverse;
+        x[1] *= inverse;
+        unit.x = inverse;
+        value.x = scale;
+    }
+    if (position + 8 >= item.prefix) {
+        x[2] *= inverse;
+        x[3] *= inverse;
+        unit.y = inverse;
+        value.y = scale;
+    }
+}
+
 // The visibility words of each column group's token; clear where there is none.
 __device__ __forceinline__ void load_masks(const Item& item, const word64* visible, int words,
                                            word64* masks, int thread) {
@@ -436,19 +523,19 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 // Starts the copies of the item's first tiles, one commit group each; looks up the slot of the
 // next.
 __device__ __forceinline__ KV_INDEX fetch_first(const KvRows& source, const Item& item,
-                                                bits16* ring, Place place) {
-    KV_INDEX listed[STAGES];
+                                                kv_bits* room, Place place) {
+    KV_INDEX listed[AHEAD + 1];
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage <= AHEAD; ++stage) {
         listed[stage] = source.listed(item, item.begin + stage * TILE + place.copy_row);
     }
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-        source.fetch(item, item.begin + stage * TILE, listed[stage], ring + stage * TILE * PITCH,
+    for (int stage = 0; stage < AHEAD; ++stage) {
+        source.fetch(item, item.begin + stage * TILE, listed[stage], room + stage * TILE * KV_PITCH,
                      place);
         ptx::cp_async_commit();
     }
-    return listed[STAGES - 1];
+    return listed[AHEAD];
 }
 
 // Puts a warp's normalised outputs into shared memory as rows of the row tile.
@@ -465,9 +552,9 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
                 const float (&o)[4] = acc.o[block][own];
                 bits16* to = row + (place.warp * V_OWN + block) * 16;
                 *reinterpret_cast<unsigned*>(to) =
-                    ptx::movmatrix_trans(bf16::pack(o[0] * factor.x, o[1] * factor.y));
+                    ptx::movmatrix_trans(element::pack(o[0] * factor.x, o[1] * factor.y));
                 *reinterpret_cast<unsigned*>(to + 8) =
-                    ptx::movmatrix_trans(bf16::pack(o[2] * factor.x, o[3] * factor.y));
+                    ptx::movmatrix_trans(element::pack(o[2] * factor.x, o[3] * factor.y));
             }
         }
     }
@@ -486,19 +573,20 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // there count as clear.
 //
 // @kernel verify_partials
-// @param q_latent read bf16 [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
-// @param q_rope read bf16 [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
+// @param q_latent read ELEMENT [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
+// @param q_rope read ELEMENT [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
 // @param q_stride           value   int64                   multiple of 8
 // @param q_head_stride      value   int64                   multiple of 8
 // @param rope_stride      value   int64                   multiple of 8
 // @param rope_head_stride value   int64                   multiple of 8
 // @param sm_scale           value   fp32                    factor on the scores
-// @param kv read bf16 [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
-// @param kv_stride          value   int64                   multiple of 8
+// @param kv_scale           value   fp32                    what a code of 1 means; else not used
+// @param kv read KV_ELEMENT [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
+// @param kv_stride          value   int64                   multiple of 16 bytes
 // @param num_slots          value   int64                   slots of the pool
 // @param kv_indptr          read    int32 [bounds]          bounds of each prefix in kv_indices
 // @param kv_indices         read    KV_INDEX [*]            slots of the prefixes
-// @param draft_kv?          read    bf16 [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
+// @param draft_kv?          read    ELEMENT [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
 // @param draft_stride       value   int64                   multiple of 8
 // @param out_cache_loc?     read    int64 [tokens]          slots of the trees
 // @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
@@ -506,9 +594,9 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
-// @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised
+// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
-// @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 256
@@ -516,10 +604,11 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                     long long q_stride, long long q_head_stride, long long rope_stride,
-                    long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
-                    long long kv_stride, long long num_slots, const int* __restrict__ kv_indptr,
-                    const KV_INDEX* __restrict__ kv_indices, const bits16* __restrict__ draft_kv,
-                    long long draft_stride, const long long* __restrict__ out_cache_loc,
+                    long long rope_head_stride, float sm_scale, float kv_scale,
+                    const kv_bits* __restrict__ kv, long long kv_stride, long long num_slots,
+                    const int* __restrict__ kv_indptr, const KV_INDEX* __restrict__ kv_indices,
+                    const bits16* __restrict__ draft_kv, long long draft_stride,
+                    const long long* __restrict__ out_cache_loc,
                     const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
                     int words, const int* __restrict__ work, const int* __restrict__ cta_work,
                     bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
@@ -557,7 +646,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
         int start = item.begin;  // of the present tile
 
-        KV_INDEX next = fetch_first(source, item, ring, Place(thread_anew()));
+        kv_bits* const room = reinterpret_cast<kv_bits*>(ring + (CODES ? CODES_AT : 0));
+        KV_INDEX next = fetch_first(source, item, room, Place(thread_anew()));
         load_masks(item, visible, words, masks, thread_anew());
         Queries q;
         if (active) {
@@ -567,10 +657,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
 
         int stage = 0;
+        if (CODES) {
+            ptx::cp_async_wait<STAGES - 1>();
+            source.widen(item, start, room, ring, Place(thread_anew()));
+        }
         for (;;) {
-            ptx::cp_async_wait<STAGES - 2>();
+            if (!CODES) {
+                ptx::cp_async_wait<STAGES - 2>();
+            }
             __syncthreads();
-            const int before = stage == 0 ? STAGES - 1 : stage - 1;
+            const int before = stage == 0 ? TILES - 1 : stage - 1;
             const bool last = start >= item.end;  // and behind the last tile
             if (active && !last) {
                 multiply_keys(q, ring + stage * TILE * PITCH, place, scores);
@@ -585,26 +681,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
             const Place own(thread_anew());
             // The tile before has been used up by all: its place in the ring is free.
-            const int coming = start + (STAGES - 1) * TILE;
-            source.fetch(item, coming, next, ring + before * TILE * PITCH, own);
+            const int coming = start + AHEAD * TILE;
+            const auto arriving = [&](int tile) {  // where codes of a tile of the item come
+                return room + (tile - item.begin) / TILE % STAGES * TILE * KV_PITCH;
+            };
+            source.fetch(item, coming, next,
+                         CODES ? arriving(coming) : room + before * TILE * KV_PITCH, own);
             ptx::cp_async_commit();
             next = source.listed(item, coming + TILE + own.copy_row);
+            if (CODES) {
+                // Its own pieces only, which nobody else has to wait for.
+                ptx::cp_async_wait<STAGES - 1>();
+                source.widen(item, start + TILE, arriving(start + TILE),
+                             ring + before * TILE * PITCH, own);
+            }
             if (active) {
                 float x[4];
-                gather_scores(x, all_scores, own, sm_scale * LOG2_E);
+                float2 unit = make_float2(1.0f, 1.0f);
+                float2 value = make_float2(1.0f, 1.0f);
+                gather_scores(x, all_scores, own,
+                              (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
                 if (start + TILE > min(item.prefix, item.end)) {
-                    hide(x, item, start + own.lane / 4, masks + own.group * MAX_WORDS);
+                    const int position = start + own.lane / 4;
+                    if (CODES && out_cache_loc == nullptr) {
+                        to_units(x, item, position, kv_scale, unit, value);
+                    }
+                    hide(x, item, position, masks + own.group * MAX_WORDS);
                 }
                 uint2 p;
                 float2 rescale;
-                softmax.step(x, p, rescale);
+                softmax.step(x, unit, value, p, rescale);
                 all_probabilities[own.group * 32 + own.lane] = p;
                 if (own.lane < 4) {
                     all_factors[own.group * 4 + own.lane] = rescale;
                 }
             }
             start += TILE;
-            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            stage = stage == TILES - 1 ? 0 : stage + 1;
         }
         __syncthreads();  // the factors and the ring have been read
 
@@ -612,7 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Place own(thread_anew());
             float2 inverse;
             float log_sums[2];
-            softmax.finish(inverse, log_sums);
+            softmax.finish(CODES ? kv_scale : 1.0f, inverse, log_sums);
             if (own.lane < 4) {
                 all_factors[own.group * 4 + own.lane] = inverse;
 #pragma unroll
@@ -689,8 +802,8 @@ struct Mean {
         weight += factor;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            value[2 * i] = fmaf(factor, bf16::first(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = fmaf(factor, bf16::second(pairs[i]), value[2 * i + 1]);
+            value[2 * i] = fmaf(factor, element::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, element::second(pairs[i]), value[2 * i + 1]);
         }
     }
 };
@@ -703,13 +816,13 @@ struct Mean {
 // of 8 columns are a unit; see merge.cuh.
 //
 // @kernel verify_combine
-// @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised
+// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised
 // @param partial_lse    read   fp32 [slots, 64]      base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
 // @param tiles          value  int32                 most row tiles that can be cut
 // @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
-// @param out            update bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out            update ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
@@ -798,10 +911,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             const int column = piece % OUT_PIECES * PIECE;
             store128(out + static_cast<long long>(rows.first_token + flat / HEADS) * out_stride +
                          flat % HEADS * LATENT + column,
-                     make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
-                                bf16::pack(value[2] * inverse, value[3] * inverse),
-                                bf16::pack(value[4] * inverse, value[5] * inverse),
-                                bf16::pack(value[6] * inverse, value[7] * inverse)));
+                     make_uint4(element::pack(value[0] * inverse, value[1] * inverse),
+                                element::pack(value[2] * inverse, value[3] * inverse),
+                                element::pack(value[4] * inverse, value[5] * inverse),
+                                element::pack(value[6] * inverse, value[7] * inverse)));
             if (column == 0) {
                 lse[static_cast<long long>(rows.first_token) * HEADS + flat] =
                     sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();

@@ -25,7 +25,13 @@
 //
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
-#include "bf16.cuh"
+// the type of queries, outputs and all rows: bf16 or fp16
+#ifndef ELEMENT
+#define ELEMENT bf16
+#endif
+
+#include "element.cuh"
+#define WGMMA_TYPES WITH_ELEMENT(PTX_NAME_, ELEMENT) "." WITH_ELEMENT(PTX_NAME_, ELEMENT)
 #include "hopper.cuh"
 #include "merge.cuh"
 #include "ptx.cuh"
@@ -42,6 +48,10 @@
 #endif
 #ifndef ROPE
 #define ROPE 64
+#endif
+// the type of the pool, which is that of the queries
+#ifndef KV_ELEMENT
+#define KV_ELEMENT bf16
 #endif
 // the types of kv_indices and qo_indptr: int or long long
 #ifndef KV_INDEX
@@ -128,6 +138,7 @@ constexpr int BARRIERS = ASKED + 1;
 constexpr int SHARED_BYTES = 1024 + BARRIERS_AT + BARRIERS * 8;
 
 static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups for these columns");
+static_assert(BYTES_OF(KV_ELEMENT) == 2, "wgmma takes rows as they are copied");
 static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
 static_assert(TILE == 32 || TILE == 48, "products are written for these");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
@@ -143,6 +154,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr unsigned ALL = 0xffffffffu;
 
+namespace element = ELEMENT;
 using bits16 = unsigned short;
 using word64 = unsigned long long;
 
@@ -552,8 +564,8 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
                 }
                 upper.sum += x[i] + x[i + 1];
                 lower.sum += x[i + 2] + x[i + 3];
-                p[i / 2] = bf16::pack(x[i], x[i + 1]);
-                p[i / 2 + 1] = bf16::pack(x[i + 2], x[i + 3]);
+                p[i / 2] = element::pack(x[i], x[i + 1]);
+                p[i / 2 + 1] = element::pack(x[i + 2], x[i + 3]);
             }
             hopper::wait(room.barrier(TAKEN + buffer), taken);
             const unsigned to = room.given(buffer);
@@ -599,8 +611,10 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
 
 // Sums of the probabilities of two query rows as they were rounded for the product.
 __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
-    sum.x += bf16::first(p.x) + bf16::second(p.x) + (bf16::first(p.z) + bf16::second(p.z));
-    sum.y += bf16::first(p.y) + bf16::second(p.y) + (bf16::first(p.w) + bf16::second(p.w));
+    sum.x +=
+        element::first(p.x) + element::second(p.x) + (element::first(p.z) + element::second(p.z));
+    sum.y +=
+        element::first(p.y) + element::second(p.y) + (element::first(p.w) + element::second(p.w));
 }
 
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
@@ -702,10 +716,10 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
                 for (int i = 0; i < 64; i += 8) {
                     const float (&v)[64] = o[part];
                     store128(to + (part * 8 + i / 8) * 2 * GROUP_THREADS,
-                             make_uint4(bf16::pack(v[i] * scale_x, v[i + 1] * scale_x),
-                                        bf16::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
-                                        bf16::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
-                                        bf16::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
+                             make_uint4(element::pack(v[i] * scale_x, v[i + 1] * scale_x),
+                                        element::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
+                                        element::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
+                                        element::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
                 }
             }
         } else {
@@ -723,7 +737,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
                         for (int i = 0; i < 64; i += 4) {
                             const float (&v)[64] = o[part];
                             *reinterpret_cast<unsigned*>(to + part * 128 + i * 2) =
-                                bf16::pack(v[i + half * 2] * scale, v[i + half * 2 + 1] * scale);
+                                element::pack(v[i + half * 2] * scale, v[i + half * 2 + 1] * scale);
                         }
                     }
                 }
@@ -749,19 +763,20 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 // @kernel verify_partials_sm90
 // @arch sm_90a
 // @early
-// @param q_latent read bf16 [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
-// @param q_rope read bf16 [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
+// @param q_latent read ELEMENT [tokens, HEADS, LATENT] stride=(q_stride, q_head_stride, 1) align=16
+// @param q_rope read ELEMENT [tokens, HEADS, ROPE] stride=(rope_stride, rope_head_stride, 1) align=16
 // @param q_stride           value   int64                   multiple of 8
 // @param q_head_stride      value   int64                   multiple of 8
 // @param rope_stride      value   int64                   multiple of 8
 // @param rope_head_stride value   int64                   multiple of 8
 // @param sm_scale           value   fp32                    factor on the scores, positive
-// @param kv read bf16 [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
+// @param kv_scale           value   fp32                    not used: rows are no codes
+// @param kv read KV_ELEMENT [num_slots, LATENT + ROPE] stride=(kv_stride, 1) align=16  the pool
 // @param kv_stride          value   int64                   multiple of 8
 // @param num_slots          value   int64                   slots of the pool
 // @param kv_indptr          read    int32 [bounds]          bounds of each prefix in kv_indices
 // @param kv_indices         read    KV_INDEX [*]            slots of the prefixes
-// @param draft_kv?          read    bf16 [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
+// @param draft_kv?          read    ELEMENT [tokens, LATENT + ROPE] stride=(draft_stride, 1) align=16
 // @param draft_stride       value   int64                   multiple of 8
 // @param out_cache_loc?     read    int64 [tokens]          slots of the trees
 // @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
@@ -769,9 +784,9 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, share
-// @param partial_out        scratch bf16 [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
-// @param out write bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 512
@@ -779,9 +794,9 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials_sm90(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                          long long q_stride, long long q_head_stride, long long rope_stride,
-                         long long rope_head_stride, float sm_scale, const bits16* __restrict__ kv,
-                         long long kv_stride, long long num_slots, const int* kv_indptr,
-                         const KV_INDEX* __restrict__ kv_indices,
+                         long long rope_head_stride, float sm_scale, float kv_scale,
+                         const bits16* __restrict__ kv, long long kv_stride, long long num_slots,
+                         const int* kv_indptr, const KV_INDEX* __restrict__ kv_indices,
                          const bits16* __restrict__ draft_kv, long long draft_stride,
                          const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
                          const word64* __restrict__ visible, int words, const int* work,
@@ -885,10 +900,10 @@ struct Mean {
         const float factor =
             log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
         weight += factor;
-        value[0] = fmaf(factor, bf16::first(first), value[0]);
-        value[1] = fmaf(factor, bf16::second(first), value[1]);
-        value[2] = fmaf(factor, bf16::first(second), value[2]);
-        value[3] = fmaf(factor, bf16::second(second), value[3]);
+        value[0] = fmaf(factor, element::first(first), value[0]);
+        value[1] = fmaf(factor, element::second(first), value[1]);
+        value[2] = fmaf(factor, element::first(second), value[2]);
+        value[3] = fmaf(factor, element::second(second), value[3]);
     }
 };
 
@@ -924,7 +939,7 @@ struct Target {
             const float inverse = sees ? 1.0f / weight : 0.0f;
             const long long token = rows.first_token + row / HEADS;
             bits16* to = out + token * out_stride + row % HEADS * LATENT + column;
-            *reinterpret_cast<unsigned*>(to) = bf16::pack(first * inverse, second * inverse);
+            *reinterpret_cast<unsigned*>(to) = element::pack(first * inverse, second * inverse);
             if (column == 0) {
                 lse[static_cast<long long>(rows.first_token) * HEADS + row] =
                     sees ? (log_weight + log2f(weight)) * LN_2 : minus_infinity();
@@ -967,13 +982,13 @@ struct Target {
 // @kernel verify_combine_sm90
 // @arch sm_90a
 // @early
-// @param partial_out    read   bf16 [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
 // @param partial_lse    read   fp32 [slots, 64]      base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
 // @param tiles          value  int32                 most row tiles that can be cut
 // @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
-// @param out            update bf16 [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
+// @param out            update ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS

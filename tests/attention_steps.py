@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cuverify.cases import Target
 from cuverify.kv_layout import KvLayout
+from cuverify.narrow import NAN, widen
 from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
 from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 from cuverify.tree import DraftTree
@@ -21,8 +22,8 @@ from cuverify.verify_variants import VariantName
 FINE = {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0}
 """`-D` values of the plan that cut wherever they may."""
 
-UNIT = 2.0**-8
-"""Largest relative error of one rounding to bf16."""
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Largest relative error of one rounding."""
 
 POISON = 0x7FFF
 
@@ -59,8 +60,11 @@ class Dense:
 
 def dense(batch: VerifyBatch) -> Dense:
     """Attend in float64, one token at a time, with all of its rows side by side."""
-    layout, pool, words = batch.layout, bf16(batch.pool()), batch.visible()
-    q, drafts, bounds = bf16(batch.q()), bf16(batch.draft_kv()), layout.qo_indptr()
+    layout, words, unit = batch.layout, batch.visible(), batch.kv_scale or 1.0
+    pool, bounds = unit * widen(batch.pool()), layout.qo_indptr()
+    q, drafts = widen(batch.q()), widen(batch.draft_kv())
+    if batch.draft_source == "slots":
+        drafts *= unit
     out = np.zeros((batch.num_tokens, batch.heads, batch.latent))
     magnitude = np.zeros_like(out)
     lse = np.full(out.shape[:2], -np.inf)
@@ -122,7 +126,7 @@ class VerifyStep:
         self.tensors = {name: self.tensor(value) for name, value in self.inputs(batch).items()}
         given = self.tensors
         # a gap behind each token's outputs, which nobody may write
-        gapped = np.full((tokens, batch.heads * batch.latent + 8), POISON, np.uint16)
+        gapped = np.full((tokens, batch.heads * batch.latent + 8), NAN[batch.dtype])
         self.storage = self.tensor(gapped)
         self.out = self.storage[:, :-8].reshape(tokens, batch.heads, batch.latent)
         self.lse = self.tensor(np.full((tokens, batch.heads), np.nan, np.float32))
@@ -147,7 +151,9 @@ class VerifyStep:
             values=plan_values,
             **table,
         )
-        self.workspace = AttentionWorkspace.allocate(self.out, plan=self.plan, latent=batch.latent)
+        self.workspace = AttentionWorkspace.allocate(
+            self.out, plan=self.plan, latent=batch.latent, dtype=batch.dtype
+        )
         separate = batch.draft_source == "separate"
         self.attention = VerifyAttention(
             given["q"],
@@ -158,6 +164,7 @@ class VerifyStep:
             visible=given["visible"],
             sm_scale=batch.sm_scale,
             workspace=self.workspace,
+            kv_scale=1.0 if batch.kv_scale is None else batch.kv_scale,
             combine_ctas=combine_ctas,
             variant=variant,
             values=values,
@@ -176,8 +183,9 @@ class VerifyStep:
             noise = np.full((more, *array.shape[1:]), POISON).astype(array.dtype)
             return np.concatenate([array, noise])
 
-        def gapped(rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
-            wide = np.full((len(rows), rows.shape[1] + batch.row_gap), POISON, np.uint16)
+        def gapped(rows: NDArray[Any]) -> NDArray[Any]:
+            kind = NAN[batch.dtype] if rows.itemsize == 2 else NAN["fp8_e4m3"]
+            wide = np.full((len(rows), rows.shape[1] + batch.row_gap), kind)
             wide[:, : rows.shape[1]] = rows
             return wide[:, : rows.shape[1]]
 
@@ -232,13 +240,19 @@ class VerifyStep:
         """Return the bits of `out` and the values of `lse`, on the host."""
         return host_array(self.out).bits(), host_array(self.lse).data
 
+    def gaps(self) -> NDArray[Any]:
+        """Return what is behind each token's outputs, on the host."""
+        return host_array(self.storage).data[:, -8:]
+
     def wrong(self) -> list[str]:
         """Say what the last run got wrong."""
         bits, lse = self.outputs()
+        unit = UNITS[self.batch.dtype]
+        written = bits if self.batch.dtype == "bf16" else bits.view(np.float16)
         tokens, right = self.batch.num_tokens, dense(self.batch)
-        out, found = bf16(bits[:tokens]), []
-        # weights, partials and the result are rounded to bf16 once each
-        allowed = 3.1 * UNIT * right.magnitude + 1e-30
+        out, found = widen(written[:tokens]), []
+        # weights, partials and the result are rounded once each; fp16 has a smallest step
+        allowed = 3.1 * unit * right.magnitude + (1e-30 if self.batch.dtype == "bf16" else 1e-6)
         off = ~(np.abs(out - right.out) <= allowed)
         if off.any():
             at = tuple(np.argwhere(off)[0].tolist())
@@ -254,8 +268,8 @@ class VerifyStep:
         if off.any():
             at = tuple(np.argwhere(off)[0].tolist())
             found.append(f"lse{list(at)} is {lse[at]}, not {right.lse[at]}; {int(off.sum())} wrong")
-        if (host_array(self.storage).bits()[:, -8:] & 0x7FFF <= 0x7F80).any():
+        if not np.isnan(widen(self.gaps())).all():
             found.append("the gaps between the rows of out are written")
-        if not np.isnan(lse[tokens:]).all() or (bits[tokens:] & 0x7FFF <= 0x7F80).any():
+        if not np.isnan(lse[tokens:]).all() or not np.isnan(widen(written[tokens:])).all():
             found.append("rows of no request are written")
         return found

@@ -114,6 +114,13 @@ def test_ours_is_right_in_every_copy_and_in_its_plan(own: OwnAttention) -> None:
     assert own.judge_plan() is None
 
 
+def test_ours_is_right_over_codes() -> None:
+    shape = Shape.parse("1x40+1x9:3/fp8")
+    other = OwnAttention.of(Problem(shape, new_pool(200, "cpu"), copies=2))
+    assert other.judge() is None
+    assert (other.layers[0].pool, other.problem.pool.shape) == ("fp8_e4m3", (200, 576))
+
+
 def test_a_wrong_result_is_seen(own: OwnAttention) -> None:
     first = own.layers[0]
 

@@ -34,7 +34,8 @@ STEMS = {"verify_attention": attention_op, "verify_plan": plan_op}
 class Mutant:
     """One planted bug: the text `old`, its `nth` occurrence, becomes `new`.
 
-    `kinds` are the reports that may catch it; "numbers" is a wrong result.
+    `kinds` are the reports that may catch it; "numbers" is a wrong result. `step` names the only
+    steps that can.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Mutant:
     new: str
     kinds: tuple[str, ...]
     nth: int = 0
+    step: str | None = None
 
     def text(self) -> str:
         text = text_of(self.stem)
@@ -68,6 +70,7 @@ def each_barrier(stem: str) -> Iterator[Mutant]:
         yield Mutant(f"{stem}: barrier of line {line}", stem, BARRIER, "", RACES, nth)
 
 
+CODES = "codes"
 ATTENTION = "verify_attention"
 PLAN = "verify_plan"
 HEADERS = ("scan.cuh",)
@@ -76,7 +79,7 @@ PLANTED = [
     Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
     Mutant("a wait that leaves one tile too many", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "ptx::cp_async_wait<STAGES - 1>();", ("pending-cp-async",)),
     Mutant("a tile is not committed", ATTENTION, "ptx::cp_async_commit();\n            next =", "next =", ("pending-cp-async", "uninitialised-read")),
-    Mutant("zeros still fly in when outputs are staged", ATTENTION, "if (start >= item.end) {\n            return;", "if (false) {\n            return;", ("pending-cp-async",)),
+    Mutant("zeros still fly in when outputs are staged", ATTENTION, "Place place) const {\n        if (start >= item.end) {", "Place place) const {\n        if (false) {", ("pending-cp-async",)),
     Mutant("rows past the end are copied", ATTENTION, "const int bytes = present ? 16 : 0;", "const int bytes = 16;", ("numbers",)),
     Mutant("rows past the end count", ATTENTION, "bool seen = at < item.end;", "bool seen = true;", ("numbers", "out-of-bounds")),
     Mutant("slots are not judged", ATTENTION, "(slot >= 0 && slot < num_slots)", "true", ("out-of-bounds",)),
@@ -101,14 +104,23 @@ PLANTED = [
     Mutant("a divisor that is not rescaled", ATTENTION, "rounded_sum[1] * factor[1]", "rounded_sum[1]", ("numbers",)),
     Mutant("probabilities are not transposed", ATTENTION, "ptx::movmatrix_trans(lower)", "lower", ("numbers",)),
     Mutant("scores of three warps", ATTENTION, "for (int warp = 0; warp < BAND_WARPS; ++warp) {", "for (int warp = 1; warp < BAND_WARPS; ++warp) {", ("numbers",)),
-    Mutant("base 2 is taken for e", ATTENTION, "sm_scale * LOG2_E", "sm_scale", ("numbers",)),
+    Mutant("base 2 is taken for e", ATTENTION, ": sm_scale) * LOG2_E", ": sm_scale)", ("numbers",)),
     Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
-    Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? STAGES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
-    Mutant("the ring is too short by a tile", ATTENTION, "(STAGES - 1) * TILE;\n", "(STAGES - 2) * TILE;\n", ("numbers",)),
+    Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? TILES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
+    Mutant("the ring is too short by a tile", ATTENTION, "start + AHEAD * TILE;\n", "start + (AHEAD - 1) * TILE;\n", ("numbers",)),
     Mutant("the first split is not combined", ATTENTION, "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
     Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
+    Mutant("codes are not waited for", ATTENTION, "ptx::cp_async_wait<STAGES - 1>();", "", ("pending-cp-async",), 1, CODES),
+    Mutant("the first codes are not waited for", ATTENTION, "ptx::cp_async_wait<STAGES - 1>();\n            source", "source", ("pending-cp-async",), step=CODES),
+    Mutant("codes of the tile before", ATTENTION, "arriving(start + TILE)", "arriving(start)", ("numbers", "pending-cp-async"), step=CODES),
+    Mutant("codes are not scaled in scores", ATTENTION, "CODES ? sm_scale * kv_scale : sm_scale", "sm_scale", ("numbers",), step=CODES),
+    Mutant("codes are not scaled in outputs", ATTENTION, "CODES ? kv_scale : 1.0f", "1.0f", ("numbers",), step=CODES),
+    Mutant("a tree's own rows are taken for codes", ATTENTION, "position >= item.prefix && position < item.end && out_cache_loc", "false && out_cache_loc", ("numbers", "uninitialised-read"), step=CODES),
+    Mutant("scores of a tree's own rows are taken for codes'", ATTENTION, "x[0] *= inverse;", "", ("numbers",), step=CODES),
+    Mutant("weights of a tree's own rows are taken for codes'", ATTENTION, "unit.x = inverse;", "", ("numbers",), step=CODES),
+    Mutant("sums of a tree's own rows are taken for codes'", ATTENTION, "value.y = scale;", "", ("numbers",), step=CODES),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
     Mutant("slots of two row tiles meet", PLAN, "side * (cuts + 1)", "side * cuts", ("numbers", "race")),
     Mutant("an entry is done by nobody", PLAN, "pieces_before(team) * width + side : 0;", "pieces_before(team) * width + side + width : 0;", ("numbers",)),
@@ -125,7 +137,7 @@ MUTANTS = [
     *(mutant for header in HEADERS for mutant in each_barrier(header)),
 ]
 
-# The second is a step that cannot be planned; the last ones have slots outside the pool.
+# By what is special: a step that cannot be planned, codes in the pool, slots outside it.
 STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     # several tiles, row tiles, pieces, words; several items and several units a block
     ("", batch_of([150, 40], [17, 17], masks="any", spread=4.0), {"num_ctas": 6, "combine_ctas": 1}),
@@ -137,13 +149,17 @@ STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", batch_of([300], [24], latent=16, spread=4.0), {"num_ctas": 24, "combine_ctas": 2}),
     # two blocks an entry
     ("", batch_of([60, 20], [9, 9], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "HALVES_ROWS": 4096}}),
+    # codes beside rows of the tree's own
+    (CODES, batch_of([110], [17], latent=16, draft_source="separate", kv_scale=0.07, masks="any"), {"num_ctas": 2}),
     # more requests than verify_plan has threads
     ("", batch_of([17] * 70, [1] * 70, latent=16), {"num_ctas": 70, "plan_values": {**FINE, "PLAN_THREADS": 64}}),
     ("bad slots", batch_of([40], [9], latent=16), {"num_ctas": 2}),
 ]  # fmt: skip
 
 
-def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def caught_by(
+    kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch, only: str | None = None
+) -> set[str]:
     """Run the steps with these texts; return kinds of reports, and "numbers" if one is wrong."""
 
     def made(stem: str, names: Sequence[str]) -> Any:
@@ -164,6 +180,8 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_op, "verify_plan_kernel", planner)
     kinds: set[str] = set()
     for spoil, batch, how in STEPS:
+        if only is not None and spoil != only:
+            continue
         step = VerifyStep(batch, gather=True, **how)
         if spoil == "bad slots":
             step.tensors["req_to_token"][:, 5] = batch.layout.num_slots
@@ -177,7 +195,7 @@ def caught_by(kernels: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch)
         else:
             if (spoil == "no plan") != bool(step.plan.peek_status().code):
                 kinds.add("status")
-            if not spoil and step.wrong():
+            if spoil in ("", CODES) and step.wrong():
                 kinds.add("numbers")
         if kinds:
             break
@@ -203,5 +221,5 @@ def test_the_untouched_text_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_mutants_are_caught(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = caught_by(sources(mutant, tmp_path), monkeypatch)
+    kinds = caught_by(sources(mutant, tmp_path), monkeypatch, mutant.step)
     assert kinds & set(mutant.kinds), f"caught by {kinds or 'nothing'}"

@@ -12,8 +12,9 @@ from hypothesis import given
 
 from cuverify.errors import ArgumentError
 from cuverify.kv_layout import KvLayout
+from cuverify.narrow import widen
 from cuverify.reference import verify_attention as numpy_oracle
-from cuverify.strategies import drawn, examples, verify_batches
+from cuverify.strategies import ELEMENTS, drawn, examples, verify_batches
 from cuverify.torch_oracle import baseline_attention
 from cuverify.torch_oracle import verify_attention as torch_oracle
 from cuverify.tree import DraftTree
@@ -101,6 +102,25 @@ def test_torch_oracle_agrees_with_numpy(batch: VerifyBatch) -> None:
     found = torch_oracle(**arguments, device="cpu")
     assert_equal(found, expected.out, expected.lse)
     np.testing.assert_allclose(found.spread, expected.spread, rtol=1e-12, atol=1e-300)
+
+
+@examples(12)
+@given(verify_batches(**{**SMALL, "elements": ELEMENTS[1:]}))
+def test_oracles_agree_on_other_types(batch: VerifyBatch) -> None:
+    arguments = batch.oracle_arguments()
+    expected = oracle(**arguments)
+    found = torch_oracle(**arguments, device="cpu")
+    assert_equal(found, expected.out, expected.lse)
+    # what a pool of codes means, written out, is another way to say the same
+    pool = widen(batch.pool()) * (batch.kv_scale or 1.0)
+    numbers = {**arguments, "q": widen(batch.q()), "pool": pool, "kv_scale": 1.0}
+    if batch.draft_source == "separate":
+        numbers["draft_kv"] = widen(batch.draft_kv())
+    again = oracle(**numbers)
+    assert_equal(again, expected.out, expected.lse)
+    baseline = baseline_attention(**arguments, device="cpu")
+    rounded = baseline.out.astype(np.float16 if batch.dtype == "fp16" else np.float32)
+    np.testing.assert_array_equal(rounded.astype(np.float64), baseline.out)
 
 
 @examples(30)

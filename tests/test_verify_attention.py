@@ -16,6 +16,7 @@ import cuverify
 from cuverify.cases import Target
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.errors import ArgumentError
+from cuverify.narrow import widen
 from cuverify.ops.verify_attention import (
     AttentionWorkspace,
     VerifyAttention,
@@ -23,7 +24,7 @@ from cuverify.ops.verify_attention import (
     verify_workspace,
 )
 from cuverify.ops.verify_plan import VerifyPlan, plan_workspace
-from cuverify.strategies import examples, verify_batches
+from cuverify.strategies import ELEMENTS, examples, verify_batches
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import VerifyBatch
 
@@ -263,6 +264,114 @@ def test_negative_and_large_scales(xp: Target) -> None:
         assert_right(batch_of([50], [9], sm_scale=scale, spread=2.0), xp)
 
 
+# --- other element types -------------------------------------------------------------------------
+
+TYPES = [("fp16", None), ("bf16", 1.0), ("bf16", 0.07)]
+
+
+@both_lanes
+@pytest.mark.parametrize("source", ["slots", "separate"])
+@pytest.mark.parametrize(("dtype", "kv_scale"), TYPES)
+def test_other_types(dtype: str, kv_scale: float | None, source: str, xp: Target) -> None:
+    batch = batch_of(
+        [70, 33, 0, 160], [9, 17, 1, 5],
+        dtype=dtype, kv_scale=kv_scale, draft_source=source, row_gap=16, masks="any",
+    )  # fmt: skip
+    for num_ctas in (1, 6):
+        assert_right(batch, xp, num_ctas=num_ctas)
+
+
+@examples(24)
+@given(
+    batch=verify_batches(
+        max_requests=2,
+        max_seq_len=100,
+        max_tree_tokens=20,
+        heads=(8,),
+        widths=((64, 16),),
+        index_dtypes=("int32",),
+        elements=ELEMENTS[1:],
+    ),
+    num_ctas=st.integers(1, 5),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_other_types_under_the_checkers(
+    batch: VerifyBatch, num_ctas: int, schedule: Schedule
+) -> None:
+    with cuverify.checked(schedule=schedule):
+        assert_right(batch, num_ctas=num_ctas)
+
+
+class Codes(VerifyBatch):
+    """Requests of one prefix row each, which together hold every code; drafts are not seen."""
+
+    def pool(self) -> Any:
+        pool = np.zeros((self.layout.num_slots, self.width), np.uint8)
+        slots = [self.layout.prefix_slots(request)[0] for request in range(self.num_requests)]
+        pool[slots, :64] = np.arange(256, dtype=np.uint8).reshape(-1, 64)
+        return pool
+
+    def visible(self, words: int | None = None) -> Any:
+        return np.zeros((self.num_tokens, words or 1), np.uint64)
+
+
+@both_lanes
+def test_every_code_comes_out_as_the_number_that_it_is(xp: Target) -> None:
+    plain = batch_of([1, 1, 1, 1], [1, 1, 1, 1])
+    batch = Codes(plain.layout, plain.trees, latent=64, rope=16, kv_scale=1.0)
+    step = VerifyStep(batch, xp)
+    step()
+    found = bf16(step.outputs()[0])
+    codes = np.arange(256, dtype=np.uint8).reshape(4, 1, 64)
+    right = np.broadcast_to(widen(codes), found.shape).copy()
+    right[[1, 3]] = np.nan  # whoever sees a NaN in a key sees nothing else
+    np.testing.assert_array_equal(found, right)
+    step.tensors["kv"][np.isnan(widen(batch.pool()))] = 0
+    step.batch = batch
+    step()
+    right = widen(np.where(codes % 128 == 127, 0, codes).astype(np.uint8))
+    np.testing.assert_array_equal(bf16(step.outputs()[0]), np.broadcast_to(right, found.shape))
+
+
+def test_codes_may_come_as_torch_has_them() -> None:
+    import torch
+
+    batch = batch_of([30, 7], [9, 4], kv_scale=0.07)
+    step = VerifyStep(batch)
+    step()
+    given = {name: torch.from_numpy(step.tensors[name]) for name in ("out_cache_loc", "kv")}
+    out = torch.zeros((13, 8, 64), dtype=torch.bfloat16)
+    lse = torch.zeros((13, 8))
+    bounds = {name: torch.from_numpy(step.tensors[name]) for name in ("seq_lens", "qo_indptr")}
+    plan = VerifyPlan(
+        bounds["seq_lens"], bounds["qo_indptr"], heads=8, max_tokens=13, max_tree_tokens=64,
+        kv_indices=torch.from_numpy(step.tensors["kv_indices"]), values=FINE,
+    )  # fmt: skip
+    attend = VerifyAttention(
+        torch.from_numpy(step.tensors["q"].view(np.int16)).view(torch.bfloat16),
+        given["kv"].view(torch.float8_e4m3fn), out, lse, plan=plan,
+        visible=torch.from_numpy(step.tensors["visible"].view(np.int64)),
+        sm_scale=batch.sm_scale, kv_scale=0.07, out_cache_loc=given["out_cache_loc"],
+    )  # fmt: skip
+    plan()
+    attend()
+    assert attend.pool == "fp8_e4m3"
+    right = bf16(step.outputs()[0])
+    np.testing.assert_allclose(out.double().numpy(), right, rtol=2**-6, atol=2**-6)
+
+
+@both_lanes
+@pytest.mark.parametrize("slot", [-1, 2**31 - 1])
+def test_slots_outside_a_pool_of_codes_are_never_read(slot: int, xp: Target) -> None:
+    batch = batch_of([40, 40], [9, 9], kv_scale=0.07)
+    step = VerifyStep(batch, xp, num_ctas=4)
+    step.tensors["kv_indices"][45] = slot  # of the second request's prefix
+    step()
+    bits, lse = step.outputs()
+    assert np.isfinite(lse[:9]).all() and np.isnan(lse[9:]).all()
+    assert np.isnan(bf16(bits[9:])).any(axis=2).all() and np.isfinite(bf16(bits[:9])).all()
+
+
 # --- slots outside the pool ----------------------------------------------------------------------
 
 
@@ -448,8 +557,17 @@ def test_drawn_batches_on_a_gpu(batch: VerifyBatch, num_ctas: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_registers_and_shared_memory_fit_every_gpu(arch: str) -> None:
-    for kernel in verify_attention_kernels():
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"HEADS": 64, "ELEMENT": "fp16", "KV_ELEMENT": "fp16"},
+        {"HEADS": 128, "KV_INDEX": "long long", "KV_ELEMENT": "fp8_e4m3"},
+    ],
+    ids=["bf16", "fp16", "codes"],
+)
+def test_registers_and_shared_memory_fit_every_gpu(arch: str, values: dict[str, Any]) -> None:
+    for kernel in verify_attention_kernels(**values):
         resources = kernel.compile(arch).resources[kernel.name]
         assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), resources
         assert resources.stack_bytes == 0, resources
@@ -540,7 +658,24 @@ MISUSE = [
     ("lse is scratch", lambda a: lse_in_scratch(a), "partial_lse=.*shares memory with lse"),
     ("a plan without slots", lambda a: {"plan": replanned(a["plan"], 64, kv_indices=None)}, "plan=.*kv_indices"),
     ("no blocks", lambda a: {"combine_ctas": 0}, "combine_ctas=0"),
+    ("out in fp32", lambda a: {"out": np.zeros((18, 8, 64), np.float32)}, "out=.*float32.*bfloat16 or float16"),
+    ("a pool of another type", lambda a: {"kv": a["kv"].astype(np.float16)}, "kv=.*float16; wants bf16.*or codes"),
+    ("a pool in fp32", lambda a: {"kv": a["kv"].astype(np.float32)}, "kv=.*float32; wants bf16"),
+    ("q of another type", lambda a: {"q": a["q"].astype(np.float16)}, "q_latent=.*float16.*bf16"),
+    ("codes beside fp16", lambda a: {"kv": codes(), "out": np.zeros((18, 8, 64), np.float16)}, "kv=.*codes of e4m3.*out is fp16"),
+    ("codes of another width", lambda a: {"kv": codes(160)}, r"kv=.*\[100, 160\].*\[rows, 80\]"),
+    ("row stride of codes", lambda a: {"kv": codes(88)[:, :80]}, "kv=.*88 bytes apart.*16"),
+    ("drafts as codes", lambda a: {"kv": codes(), "draft_kv": codes()[:18], "out_cache_loc": None}, "draft_kv=.*uint8.*bf16"),
+    ("a scale of codes that are none", lambda a: {"kv_scale": 0.5}, "kv_scale=0.5.*kv is bf16"),
+    *((f"a scale of {scale}", lambda a, scale=scale: {"kv": codes(), "kv_scale": scale}, f"kv_scale={scale}.*above 0")
+      for scale in (0.0, -1.0, float("inf"), float("nan"))),
+    ("a scale as a tensor", lambda a: {"kv": codes(), "kv_scale": np.ones(1, np.float32)}, "kv_scale=.*above 0"),
+    ("scratch of another type", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((12, 64, 64), np.float16))}, "partial_out=.*float16.*bf16"),
 ]  # fmt: skip
+
+
+def codes(columns: int = 80) -> Any:
+    return np.zeros((100, columns), np.uint8)
 
 
 def replanned(plan: VerifyPlan, max_tree_tokens: int, **other: Any) -> VerifyPlan:

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from cuverify.errors import ArgumentError
 from cuverify.kv_layout import DUMMY, FREE, KvLayout
+from cuverify.narrow import widen
 from cuverify.reference.verify_attention import verify_attention as oracle
 from cuverify.strategies import examples, verify_batches
 from cuverify.tree import DraftTree
@@ -88,6 +89,26 @@ def test_drafts_lie_in_their_slots_or_apart() -> None:
     assert "draft_slots" in batch.oracle_arguments()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_scale", "step"), [("fp16", None, 2.0**-8), ("bf16", 0.07, 2.0**-3)]
+)
+def test_other_types_hold_the_same_numbers_as_near_as_they_can(
+    dtype: str, kv_scale: float | None, step: float
+) -> None:
+    plain = batch_of(layout_of(padded=1))
+    other = replace(plain, dtype=dtype, kv_scale=kv_scale)  # type: ignore[arg-type]
+    for right, found in (
+        (widen(plain.pool()), widen(other.pool()) * (kv_scale or 1.0)),
+        (widen(plain.q()), widen(other.q())),
+    ):
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(right))
+        near = np.abs(found - right) <= step * np.abs(right) + 2.0**-9 * (kv_scale or 2.0**-15)
+        assert (near | np.isnan(right)).all()
+    assert (other.pool_dtype, "kv_scale" in other.oracle_arguments()) == (
+        ("fp8_e4m3", True) if kv_scale else ("fp16", False)
+    )
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
 def test_scores_spread_as_asked(spread: float) -> None:
     batch = batch_of(layout_of([400], [8]), spread=spread)
@@ -144,6 +165,11 @@ def test_more_requests_are_padding_and_change_nothing_else() -> None:
         ({"draft_source": "nowhere"}, "nowhere"),
         ({"index_dtype": "int16"}, "int16"),
         ({"masks": "none"}, "masks"),
+        ({"dtype": "fp32"}, "dtype.*fp32"),
+        ({"kv_scale": 0.0}, "kv_scale.*positive"),
+        ({"kv_scale": float("inf")}, "kv_scale.*positive"),
+        ({"kv_scale": 1.0, "dtype": "fp16"}, "kv_scale.*bf16"),
+        ({"kv_scale": 1.0, "row_gap": 8}, "row_gap.*16 bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], said: str) -> None:

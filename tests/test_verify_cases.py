@@ -143,11 +143,14 @@ def test_device_batches_are_as_many_and_as_large_as_they_should_be() -> None:
     real = [sized.batch for label, sized in batches if label.startswith("real")]
     others = [sized.batch for label, sized in batches if label.startswith("drawn")]
     assert len(others) == 300
-    assert len(real) == 20
+    assert len(real) == 22
     assert max(int(batch.layout.seq_lens.max()) for batch in real) >= 180_000
     assert max(batch.num_requests for batch in real) == 64
     assert max(batch.max_tree_tokens for batch in real) == 256
-    assert {batch.heads for batch in real} == {batch.heads for batch in others} == {8, 16}
+    assert {batch.heads for batch in real} == {8, 16, 128}
+    assert {batch.heads for batch in others} == {8, 16, 64, 128}
+    for some in (real, others):
+        assert {batch.pool_dtype for batch in some} == {"bf16", "fp16", "fp8_e4m3"}
     assert {batch.draft_source for batch in others} == {"slots", "separate"}
     assert {batch.index_dtype for batch in others} == {"int32", "int64"}
     # neighbours share buffers, so that a captured graph meets other lengths, slots and trees

@@ -18,8 +18,10 @@ from cuverify.verify_shapes import (
     ALL,
     BLOCK,
     GRID,
+    HEADED,
     LEVEL,
     RAGGED,
+    STORED,
     TARGETS_US,
     WIDE,
     Shape,
@@ -47,9 +49,13 @@ def test_the_grid_is_the_published_one() -> None:
     st.lists(st.integers(1, 300_000), min_size=1, max_size=5),
     st.integers(1, 256),
     st.sampled_from(["tree", "block"]),
+    st.sampled_from([8, 16, 64, 128]),
+    st.sampled_from(["bf16", "fp16", "fp8"]),
 )
-def test_a_name_is_read_back(prefixes: list[int], tree: int, drafts: str) -> None:
-    shape = Shape(tuple(prefixes), tree, drafts)  # type: ignore[arg-type]
+def test_a_name_is_read_back(
+    prefixes: list[int], tree: int, drafts: str, heads: int, stored: str
+) -> None:
+    shape = Shape(tuple(prefixes), tree, drafts, heads, stored)  # type: ignore[arg-type]
     assert Shape.parse(shape.name) == shape
 
 
@@ -57,10 +63,27 @@ def test_names_are_short() -> None:
     assert [shape.name for shape in (RAGGED, LEVEL, *BLOCK)] == [
         "1x180k+15x1k:8", "16x12480:8", "1x4k:block16", "1x64k:block16",
     ]  # fmt: skip
+    assert [HEADED[0].name, STORED[0].name, STORED[-1].name] == [
+        "1x4k:1/h64", "1x4k:8/fp16", "1x64k:8/h128/fp8",
+    ]  # fmt: skip
     assert set(TARGETS_US) <= {shape.name for shape in ALL}
 
 
-@pytest.mark.parametrize("name", ["", "16x1k", "1k:8", "0x1k:8", "1x1k:0", "1x1k:8:8", "1x1m:8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "16x1k",
+        "1k:8",
+        "0x1k:8",
+        "1x1k:0",
+        "1x1k:8:8",
+        "1x1m:8",
+        "1x1k:8/h0",
+        "1x1k:8/fp4",
+        "1x1k:8/fp8/h64",
+    ],
+)
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"shapes={name!r}")):
         Shape.parse(name)
@@ -79,6 +102,8 @@ def test_bytes_operations_and_the_roofline() -> None:
     rows = 65_536 + 8
     assert shape.bytes == rows * 1152 + 8 * 8 * 2 * (576 + 512)
     assert shape.flops == 2 * 8 * 8 * rows * (576 + 512)
+    codes = Shape.parse("1x64k:8/fp8")
+    assert (codes.bytes, codes.flops) == (shape.bytes - rows * 576, shape.flops)
     # the figures of the published comparison
     assert shape.roofline_us(4.6e12, 790e12) == pytest.approx(16.44, abs=0.01)
     assert shape.memory_bound(4.6e12, 790e12)
@@ -100,6 +125,8 @@ def test_a_shape_must_make_sense() -> None:
             Shape(*arguments)
     with pytest.raises(ArgumentError, match="heads=12"):
         Shape((5,), 8, heads=12)
+    with pytest.raises(ArgumentError, match="stored='fp4'"):
+        Shape((5,), 8, stored="fp4")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="drafts='chain'"):
         Shape((5,), 8, "chain")  # type: ignore[arg-type]
 

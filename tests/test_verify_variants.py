@@ -23,8 +23,8 @@ from cuverify.errors import ArgumentError, CompileError, LaunchError
 from cuverify.kernel import Kernel
 from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.resources import survey
-from cuverify.strategies import examples, verify_batches
-from cuverify.verify_batch import VerifyBatch
+from cuverify.strategies import ELEMENTS, examples, verify_batches
+from cuverify.verify_batch import ElementType, VerifyBatch
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant, variant_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,6 +69,16 @@ def test_every_gpu_has_a_variant_that_compiles_for_it() -> None:
         variant = variant_of((number // 10, number % 10))
         limits = limited_to(verify_attention_kernels(variant)[0].source.text)
         assert not limits or {arch, f"{arch}a"} & {*limits}
+
+
+def test_pools_of_codes_take_the_portable_text() -> None:
+    how: dict[str, Any] = {"latent": 512, "rope": 64, "sm_scale": 0.07}
+    for architecture in ((9, 0), (8, 0), (12, 0), None):
+        assert choose_variant(architecture, pool="fp8_e4m3", **how) == "portable"
+    assert choose_variant((9, 0), pool="fp16", **how) == "sm90"
+    batch = batch_of([20], [9], kv_scale=1.0, **REAL)
+    with pytest.raises(ArgumentError, match=r"variant='sm90'.*columns of fp8_e4m3"):
+        VerifyStep(batch, variant="sm90")
 
 
 def test_a_variant_that_does_not_fit_is_refused() -> None:
@@ -133,7 +143,7 @@ def test_a_survey_leaves_them_out() -> None:
 
 
 def test_its_header_has_no_host_twin() -> None:
-    text = '#include "hopper.cuh"\n// @kernel k\n// @param x write int32 [1]\n'
+    text = '#define WGMMA_TYPES "bf16.bf16"\n#include "hopper.cuh"\n// @kernel k\n// @param x write int32 [1]\n'
     kernel = cuverify.load_kernel(text + 'extern "C" __global__ void k(int* x) { *x = 1; }\n')
     with pytest.raises(CompileError, match="no twin on the host lane"):
         kernel(1, 1, np.zeros(1, np.int32))
@@ -142,10 +152,13 @@ def test_its_header_has_no_host_twin() -> None:
 # --- resources -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("index", ["int", "long long"])
-def test_nothing_spills_and_products_stay_asynchronous(heads: int, index: str) -> None:
-    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index)
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize(("heads", "index"), [(8, "int"), (64, "int"), (128, "long long")])
+def test_nothing_spills_and_products_stay_asynchronous(
+    heads: int, index: str, element: str
+) -> None:
+    types = {"ELEMENT": element, "KV_ELEMENT": element}
+    kernels = verify_attention_kernels("sm90", HEADS=heads, KV_INDEX=index, **types)
     for kernel in kernels:
         cubin = kernel.compile("sm_90a")
         resources = cubin.resources[kernel.name]
@@ -297,6 +310,41 @@ def test_sharp_rows(variant: VariantName) -> None:
     for scale, spread in ((1e-6, 1.0), (0.5, 2.0), (0.07, 8.0)):
         batch = batch_of([900, 50], [9, 17], sm_scale=scale, spread=spread, **REAL)
         assert_right(batch, variant, num_ctas=5)
+
+
+OTHER_TYPES: list[tuple[VariantName, int, ElementType, float | None]] = [
+    *(("portable", heads, *types) for heads in (8, 64, 128) for types in ELEMENTS[1:]),
+    ("sm90", 8, "fp16", None),
+]
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("variant", "heads", "dtype", "kv_scale"), OTHER_TYPES, indirect=["variant"]
+)
+def test_other_types_eager_and_captured(
+    variant: VariantName, heads: int, dtype: str, kv_scale: float | None
+) -> None:
+    import torch
+
+    kind: dict[str, Any] = {"heads": heads, "dtype": dtype, "kv_scale": kv_scale, **REAL}
+    lens = [[700, 20, 130], [3, 400, 48]] if heads == 8 else [[170, 20, 60], [3, 130, 48]]
+    for source in ("slots", "separate"):
+        batches = [
+            batch_of(some, [9, 4, 17], seed=seed, num_slots=1000, draft_source=source, **kind)
+            for seed, some in enumerate(lens)
+        ]
+        step = VerifyStep(batches[0], "torch-cuda", variant=variant, num_ctas=40, gather=True)
+        step()
+        assert step.wrong() == []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for batch in (*batches, batches[0]):
+            step.refill(batch)
+            step.poison()
+            graph.replay()
+            assert step.wrong() == [], batch
 
 
 @gpu

@@ -1,7 +1,8 @@
 """How long verify attention takes: ours, every peer that is here, and two floors.
 
 One layer of Kimi K2 on one of eight GPUs: 8 heads, bf16 rows of 576 elements, page size 1, slots
-scattered over a pool of a million rows. `us` is what one layer costs among others: up to 16 copies
+scattered over a pool of a million rows; shapes may have other heads and element types, which our
+attention alone is measured on. `us` is what one layer costs among others: up to 16 copies
 over slots of their own in one replayed graph, with a cold L2 cache, divided by their number.
 `alone_us` is one layer in a graph of its own, the graph's start included.
 
@@ -21,7 +22,7 @@ from cuverify.bench import Record, Timing, gated, one_line, time_copies
 from cuverify.comparison import READING
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.tolerances import PEER_ROW_ERROR
-from cuverify.verify_shapes import TARGETS_US, Shape, select
+from cuverify.verify_shapes import HEADS, TARGETS_US, Shape, select
 
 if TYPE_CHECKING:
     from cuverify.ceilings import Ceilings
@@ -174,6 +175,7 @@ def facts(shape: Shape) -> dict[str, int | float | str]:
         "prefix rows": shape.prefix_rows,
         "tree": shape.tree,
         "heads": shape.heads,
+        **({} if shape.stored == "bf16" else {"stored": shape.stored}),
         **({} if target is None else {"target_us": target}),
     }
 
@@ -236,15 +238,18 @@ def _attention(
     timed = functools.partial(timed, read_us=reading["us"])
     yield from _ours(problem, timed)
     for peer in peers:
-        if peer.takes(shape):
+        if shape.stored == "bf16" and shape.heads == HEADS and peer.takes(shape):
             yield _theirs(problem, peer, timed)
 
 
 def _reading(problem: Problem, timed: Time) -> dict[str, Any]:
+    import torch
+
     from cuverify.ceilings import read_step
     from cuverify.peers import Prepared
 
-    made = [read_step(problem.pool, slots) for slots in problem.prefix_slots]
+    rows = problem.pool.view(torch.bfloat16)  # reading knows no types
+    made = [read_step(rows, slots) for slots in problem.prefix_slots]
 
     def check() -> str | None:
         read, words = made[-1]

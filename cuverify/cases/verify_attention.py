@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import CaseError
+from cuverify.narrow import STORED
 from cuverify.reference import verify_attention as oracle
 from cuverify.static_buffers import fill, static_buffer, write
 from cuverify.tolerances import attention_bounds
@@ -24,7 +25,7 @@ from cuverify.verify_batch import VerifyBatch
 if TYPE_CHECKING:
     from cuverify.cases import Target
     from cuverify.kernel import Kernel
-    from cuverify.verify_batch import DraftSource, IndexType
+    from cuverify.verify_batch import DraftSource, ElementType, IndexType
     from cuverify.workload import FreeOrder, RequestLengths
 
 NUMPY_FLOPS = 10e9
@@ -123,9 +124,10 @@ class VerifyAttentionStep:
         self.req_to_token = static_buffer(xp, size.table, "int32")
         self.kv_indices = static_buffer(xp, (size.listed,), batch.index_dtype)
         # a gap behind each token's queries, too, as in a tensor that holds more than them
-        self._queries = static_buffer(xp, (size.tokens, heads * width + batch.row_gap), "bf16")
+        element, columns = STORED[batch.dtype], width + batch.row_gap
+        self._queries = static_buffer(xp, (size.tokens, heads * width + batch.row_gap), element)
         self.q = self._queries[:, : heads * width].reshape(size.tokens, heads, width)
-        self._pool = static_buffer(xp, (size.slots, width + batch.row_gap), "bf16")
+        self._pool = static_buffer(xp, (size.slots, columns), STORED[batch.pool_dtype])
         self.pool = self._pool[:, :width]
         self.visible = static_buffer(xp, (size.tokens, size.words), "uint64")
         drafts: dict[str, Any] = {}
@@ -133,10 +135,10 @@ class VerifyAttentionStep:
             self.out_cache_loc = static_buffer(xp, (size.tokens,), "int64")
             drafts["out_cache_loc"] = self.out_cache_loc
         else:
-            self._draft_kv = static_buffer(xp, (size.tokens, width + batch.row_gap), "bf16")
+            self._draft_kv = static_buffer(xp, (size.tokens, columns), element)
             self.draft_kv = self._draft_kv[:, :width]
             drafts["draft_kv"] = self.draft_kv
-        self._storage = static_buffer(xp, (size.tokens, heads * latent + _GUARD), "bf16")
+        self._storage = static_buffer(xp, (size.tokens, heads * latent + _GUARD), element)
         self.out = self._storage[:, :-_GUARD].reshape(size.tokens, heads, latent)
         self.lse = static_buffer(xp, (size.tokens, heads), "float32")
         self.plan = VerifyPlan(
@@ -165,6 +167,7 @@ class VerifyAttentionStep:
             plan=self.plan,
             visible=self.visible,
             sm_scale=batch.sm_scale,
+            kv_scale=1.0 if batch.kv_scale is None else batch.kv_scale,
             values=values,
             **drafts,
         )
@@ -249,14 +252,17 @@ class VerifyAttentionCase:
     name = "verify_attention"
 
     def kernels(self) -> Sequence[Kernel]:
-        """Return the kernels of both texts: 8 heads and 32-bit indices, and 16 heads and 64."""
+        """Return the kernels of both texts, for some numbers of heads, element and index types."""
         from cuverify.ops.verify_attention import verify_attention_kernels
 
         return [
             *verify_attention_kernels(),
             *verify_attention_kernels(HEADS=16, KV_INDEX="long long"),
+            *verify_attention_kernels(HEADS=64, ELEMENT="fp16", KV_ELEMENT="fp16"),
+            *verify_attention_kernels(HEADS=128, KV_INDEX="long long", KV_ELEMENT="fp8_e4m3"),
             *verify_attention_kernels("sm90"),
             *verify_attention_kernels("sm90", HEADS=16, KV_INDEX="long long"),
+            *verify_attention_kernels("sm90", HEADS=64, ELEMENT="fp16", KV_ELEMENT="fp16"),
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 16) -> Iterator[tuple[str, SizedBatch]]:
@@ -268,19 +274,24 @@ class VerifyAttentionCase:
         from cuverify.strategies import drawn, verify_batches
         from cuverify.verify_workload import real_verify_batches
 
-        halves: tuple[tuple[int, IndexType, int], ...] = (
-            (8, "int32", -(-examples // 2)),
-            (16, "int64", examples // 2),
+        kinds: tuple[tuple[int, IndexType, ElementType, float | None], ...] = (
+            (8, "int32", "bf16", None),
+            (16, "int64", "bf16", None),
+            (64, "int32", "fp16", None),
+            (128, "int64", "bf16", 0.07),
         )
-        for heads, index, number in halves:
+        for turn, (heads, index, dtype, kv_scale) in enumerate(kinds):
+            number = examples * (turn + 1) // len(kinds) - examples * turn // len(kinds)
             strategy = verify_batches(
                 max_requests=3,
-                max_tree_tokens=20,
+                max_tree_tokens=20 if heads <= 16 else 5,
                 heads=(heads,),
                 index_dtypes=(index,),
                 widths=((64, 16),),
+                elements=((dtype, kv_scale),),
             )
-            yield from _alone(f"drawn, H {heads}", drawn(strategy, number, seed=seed + heads))
+            name = f"drawn, H {heads}, {_types(dtype, kv_scale)}"
+            yield from _alone(name, drawn(strategy, number, seed=seed + heads))
         for tree_tokens, heads, requests in ((8, 8, 4), (17, 8, 3), (33, 16, 1), (65, 8, 1)):
             real = real_verify_batches(
                 4096,
@@ -292,46 +303,62 @@ class VerifyAttentionCase:
                 seed=seed,
             )
             apart: DraftSource = "separate" if tree_tokens % 4 == 1 else "slots"
-            batches = [replace(batch, draft_source=apart, row_gap=8) for batch in real]
+            kind: dict[str, Any] = {"draft_source": apart, "row_gap": 16}
+            if tree_tokens == 17:
+                kind["kv_scale"] = 0.07
+            if tree_tokens == 65:
+                kind["dtype"] = "fp16"
+            batches = [replace(batch, **kind) for batch in real]
             yield from _alone(f"real, T {tree_tokens}, H {heads}", batches)
 
     def device_batches(
         self, *, seed: int = 0, examples: int = 60
     ) -> Iterator[tuple[str, SizedBatch]]:
-        """Yield `examples` drawn batches and 20 real ones, in groups that share buffers.
+        """Yield `examples` drawn batches and 22 real ones, in groups that share buffers.
 
         The oracle takes about a second for each of them.
         """
         from cuverify.strategies import drawn, verify_batches
 
-        kinds: tuple[tuple[int, IndexType, DraftSource, int, tuple[int, int]], ...] = (
-            (8, "int32", "slots", 0, (512, 64)),
-            (16, "int32", "separate", 8, (512, 64)),
-            (8, "int64", "separate", 0, (512, 64)),
-            (16, "int64", "slots", 56, (512, 64)),
-            (8, "int32", "slots", 8, (64, 16)),
+        kinds: tuple[
+            tuple[int, IndexType, DraftSource, int, tuple[int, int], ElementType, float | None], ...
+        ] = (
+            (8, "int32", "slots", 0, (512, 64), "bf16", None),
+            (16, "int32", "separate", 8, (512, 64), "bf16", None),
+            (8, "int64", "separate", 0, (512, 64), "bf16", 0.07),
+            (16, "int64", "slots", 56, (512, 64), "fp16", None),
+            (64, "int32", "slots", 0, (512, 64), "bf16", 1.0),
+            (128, "int64", "separate", 0, (512, 64), "bf16", None),
+            (8, "int32", "slots", 8, (64, 16), "bf16", None),
         )
-        for number, (heads, index, source, gap, width) in enumerate(kinds):
+        for number, (heads, index, source, gap, width, dtype, kv_scale) in enumerate(kinds):
             kind: dict[str, Any] = {
                 "heads": (heads,),
                 "index_dtypes": (index,),
                 "draft_sources": (source,),
                 "row_gaps": (gap,),
                 "widths": (width,),
+                "elements": ((dtype, kv_scale),),
             }
-            name = f"drawn, H {heads}, {width[0]} columns, {index}, drafts from {source}"
+            types = _types(dtype, kv_scale)
+            name = f"drawn, H {heads}, {width[0]} columns, {types}, {index}, drafts from {source}"
             # many small batches and a few large ones, each in buffers of their size
             share = examples * (number + 1) // len(kinds) - examples * number // len(kinds)
             large = share // 5
+            many = heads <= 16  # else a batch is as large with fewer tokens
             strategy = verify_batches(
-                max_requests=5, max_seq_len=600, max_tree_tokens=65, num_slots=4096, **kind
+                max_requests=5 if many else 3,
+                max_seq_len=600,
+                max_tree_tokens=65 if many else 17,
+                num_slots=4096,
+                **kind,
             )
             yield from _grouped(name, drawn(strategy, share - large, seed=seed + number))
             strategy = verify_batches(
-                max_requests=8,
+                max_requests=8 if many else 4,
                 max_seq_len=6000,
-                max_tree_tokens=256,
-                max_padded=8,
+                max_tree_tokens=256 if many else 33,
+                max_padded=8 if many else 2,
                 num_slots=65_536,
                 **kind,
             )
@@ -348,25 +375,27 @@ CASE = VerifyAttentionCase()
 
 
 def _real_groups(seed: int) -> Iterator[tuple[str, list[VerifyBatch]]]:
-    """Yield ten groups of two real batches: from 180,000 rows of prefix to 64 short requests."""
+    """Yield eleven groups of two real batches: from 180,000 rows of prefix to 64 short requests."""
     from cuverify.verify_workload import long_requests, real_verify_batches
 
     long = long_requests(180_000, shortest=170_000)
     middle = long_requests(60_000, shortest=10_000)
     many = long_requests(20_000, shortest=8_000)
-    groups: tuple[tuple[int, int, int, int, int, RequestLengths | None, FreeOrder], ...] = (
-        (760_000, 1, 0, 8, 8, long, "fifo"),
-        (760_000, 1, 0, 64, 16, long, "lifo"),
-        (760_000, 2, 1, 17, 8, long, "sorted"),
-        (400_000, 4, 0, 33, 8, middle, "fifo"),
-        (400_000, 8, 2, 16, 16, middle, "lifo"),
-        (400_000, 2, 0, 256, 8, middle, "fifo"),
-        (60_000, 12, 4, 65, 8, None, "fifo"),
-        (60_000, 8, 0, 129, 16, None, "lifo"),
-        (120_000, 48, 16, 17, 8, None, "sorted"),
-        (900_000, 64, 0, 8, 16, many, "fifo"),
+    bf16, codes = _types("bf16", None), _types("bf16", 0.07)
+    groups: tuple[tuple[int, int, int, int, int, RequestLengths | None, FreeOrder, str], ...] = (
+        (760_000, 1, 0, 8, 8, long, "fifo", bf16),
+        (760_000, 1, 0, 64, 16, long, "lifo", bf16),
+        (760_000, 2, 1, 17, 8, long, "sorted", codes),
+        (400_000, 4, 0, 33, 8, middle, "fifo", bf16),
+        (400_000, 8, 2, 16, 16, middle, "lifo", "fp16"),
+        (400_000, 2, 0, 256, 8, middle, "fifo", bf16),
+        (60_000, 12, 4, 65, 8, None, "fifo", codes),
+        (60_000, 8, 0, 129, 16, None, "lifo", bf16),
+        (60_000, 6, 0, 17, 128, None, "fifo", bf16),
+        (120_000, 48, 16, 17, 8, None, "sorted", bf16),
+        (900_000, 64, 0, 8, 16, many, "fifo", bf16),
     )
-    for slots, requests, padded, tree_tokens, heads, lengths, free_list in groups:
+    for slots, requests, padded, tree_tokens, heads, lengths, free_list, types in groups:
         batches = real_verify_batches(
             slots,
             requests=requests,
@@ -379,8 +408,13 @@ def _real_groups(seed: int) -> Iterator[tuple[str, list[VerifyBatch]]]:
         )
         # one kind of drafts a group, so that one graph can be replayed on both
         source: DraftSource = "separate" if padded % 3 == 1 else "slots"
-        name = f"B {requests + padded}, T {tree_tokens}, H {heads}"
-        yield name, [replace(batch, draft_source=source) for batch in batches]
+        name = f"B {requests + padded}, T {tree_tokens}, H {heads}, {types}"
+        kind: dict[str, Any] = {
+            "draft_source": source,
+            "dtype": "fp16" if types == "fp16" else "bf16",
+            "kv_scale": 0.07 if types == codes else None,
+        }
+        yield name, [replace(batch, **kind) for batch in batches]
 
 
 def _kind(batch: VerifyBatch) -> tuple[Any, ...]:
@@ -393,7 +427,14 @@ def _kind(batch: VerifyBatch) -> tuple[Any, ...]:
         batch.draft_source,
         batch.index_dtype,
         batch.row_gap,
+        batch.dtype,
+        batch.kv_scale,
     )
+
+
+def _types(dtype: ElementType, kv_scale: float | None) -> str:
+    """Return in words what queries and pool are made of."""
+    return dtype if kv_scale is None else f"{dtype} beside codes of {kv_scale:g}"
 
 
 def _alone(kind: str, batches: Sequence[VerifyBatch]) -> Iterator[tuple[str, SizedBatch]]:
@@ -439,7 +480,8 @@ def _reference(batch: VerifyBatch, words: int, xp: Target) -> dict[str, Bounded]
         exact = oracle.verify_attention(**arguments)
     else:
         exact = torch_oracle.verify_attention(**arguments, device=device)
-    return attention_bounds(exact, torch_oracle.baseline_attention(**arguments, device=device))
+    baseline = torch_oracle.baseline_attention(**arguments, device=device)
+    return attention_bounds(exact, baseline, dtype=batch.dtype)
 
 
 def _parts(bounds: Bounded) -> tuple[NDArray[Any], Any, Any]:

@@ -4,7 +4,8 @@ One `VerifyPlan` serves all layers of a step; each layer has a `VerifyAttention`
 of them may share one `AttentionWorkspace`, since they run one after another.
 
 Two texts do the same job with the same parameters: verify_attention.cu on every GPU and on the host
-lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule.
+lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule. Pools of fp8
+codes are attended to by the first one on Hopper GPUs, too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import capability, index_ctype, multiprocessors, number_of
+from cuverify.narrow import STORED, Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
 from cuverify.sources import KernelSource
 from cuverify.tuning import choice_for
@@ -28,13 +30,22 @@ from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
 MAX_WORDS = 4
 """Most visibility words of a tree token: 256 tokens."""
 
-_PIECE = 8  # elements of a 16-byte access
+Element = Literal["bf16", "fp16"]
+
+_ELEMENTS: dict[str, Element] = {"bfloat16": "bf16", "uint16": "bf16", "float16": "fp16"}
+_CODES = ("uint8", "float8_e4m3fn")
 _HOST_COMBINE_CTAS = 2
 _COMBINE_UNITS = 128  # of a row tile of 512 columns, each a block's at most
 
 
 def verify_workspace(
-    max_batch: int, max_tokens: int, heads: int, num_ctas: int, *, latent: int = 512
+    max_batch: int,
+    max_tokens: int,
+    heads: int,
+    num_ctas: int,
+    *,
+    latent: int = 512,
+    dtype: Element = "bf16",
 ) -> dict[str, Buffer]:
     """Return all buffers that a verify step needs besides its inputs and outputs.
 
@@ -50,6 +61,8 @@ def verify_workspace(
         Blocks that run `verify_partials`.
     latent : int
         Columns of an output row.
+    dtype : {"bf16", "fp16"}
+        Of the outputs.
 
     Returns
     -------
@@ -57,14 +70,14 @@ def verify_workspace(
         The fields of `PlanWorkspace` and of `AttentionWorkspace`.
     """
     plan = plan_workspace(max_batch, max_tokens, heads, num_ctas)
-    return plan | _partials(plan["work"].shape[0], num_ctas, latent)
+    return plan | _partials(plan["work"].shape[0], num_ctas, latent, dtype)
 
 
-def _partials(max_work: int, num_ctas: int, latent: int) -> dict[str, Buffer]:
+def _partials(max_work: int, num_ctas: int, latent: int, dtype: Element) -> dict[str, Buffer]:
     # A cut gives at most two slots for each block beside it, and no entry has more than one.
     slots = min(2 * num_ctas, max_work)
     return {
-        "partial_out": Buffer((slots, ROW_TILE, latent), "bf16"),
+        "partial_out": Buffer((slots, ROW_TILE, latent), STORED[dtype]),
         "partial_lse": Buffer((slots, ROW_TILE), "float32"),
     }
 
@@ -77,7 +90,7 @@ class AttentionWorkspace:
 
     Attributes
     ----------
-    partial_out : tensor of bfloat16, shape (slots, 64, latent)
+    partial_out : tensor of bfloat16 or float16 (that of the outputs), shape (slots, 64, latent)
         Normalised outputs of one piece, in the order of the text that attends.
     partial_lse : tensor of float32, shape (slots, 64)
         Their log-sum-exps, to base 2.
@@ -87,10 +100,12 @@ class AttentionWorkspace:
     partial_lse: Any
 
     @classmethod
-    def allocate(cls, like: Any, *, plan: VerifyPlan, latent: int = 512) -> AttentionWorkspace:
+    def allocate(
+        cls, like: Any, *, plan: VerifyPlan, latent: int = 512, dtype: Element = "bf16"
+    ) -> AttentionWorkspace:
         """Return new buffers for a plan, of the library and on the device of the tensor `like`."""
         work = plan_workspace(plan.batch, plan.max_tokens, plan.heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent, dtype)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
 
@@ -101,13 +116,14 @@ class VerifyAttention:
 
     Parameters
     ----------
-    q : tensor of bfloat16, shape (N, H, latent + rope), or a pair
+    q : tensor of bfloat16 or float16, shape (N, H, latent + rope), or a pair
         Queries in absorbed form, latent columns first; or ``(q_latent, q_rope)``. Any strides that
         are multiples of 8 elements between tokens and heads. Read only.
-    kv : tensor of bfloat16, shape (slots, latent + rope) or (slots, 1, latent + rope)
-        The pool; any row stride that is a multiple of 8 elements. Values are the first `latent`
+    kv : tensor, shape (slots, latent + rope) or (slots, 1, latent + rope)
+        The pool, of the type of the queries; or beside bfloat16 queries, codes of e4m3 as uint8 or
+        float8_e4m3fn. Any row stride that is a multiple of 16 bytes. Values are the first `latent`
         columns. Read only.
-    out : tensor of bfloat16, shape (N, H, latent)
+    out : tensor of the type of the queries, shape (N, H, latent)
         Written; any stride between tokens that is a multiple of 8 elements.
     lse : tensor of float32, shape (N, H)
         Natural logarithm of the sum of exponentials of each row's scores. Written; -inf where a row
@@ -121,8 +137,11 @@ class VerifyAttention:
         Factor of the scores; not derived from the columns.
     out_cache_loc : tensor of int64, shape (N,), optional
         Slots of the tree tokens. Read only.
-    draft_kv : tensor of bfloat16, shape (N, latent + rope), optional
+    draft_kv : tensor of the type of the queries, shape (N, latent + rope), optional
         Rows of the tree tokens, instead of `out_cache_loc`; row stride as for `kv`. Read only.
+    kv_scale : float
+        What a code of 1 in the pool means; positive. It does not concern `draft_kv`. 1 where the
+        pool holds no codes.
     workspace : AttentionWorkspace, optional
         The caller's buffers; of the layer's own if absent.
     combine_ctas : int, optional
@@ -136,6 +155,10 @@ class VerifyAttention:
     Attributes
     ----------
     variant : {"portable", "sm90"}
+    element : {"bf16", "fp16"}
+        Of queries and outputs.
+    pool : {"bf16", "fp16", "fp8_e4m3"}
+        Of the pool.
     partials, combine : BoundLaunch
         The two launches of a call.
     heads, latent, rope, tokens : int
@@ -149,6 +172,10 @@ class VerifyAttention:
     -----
     A slot outside the pool is never read: query rows that see it become NaN. Rows of `out` and
     `lse` that belong to no request of the plan are left alone, all rows where the plan is empty.
+
+    Codes are widened to bfloat16 in shared memory, which rounds nothing, and scaled in float32. On
+    Hopper GPUs the portable text does that, so a plan for such a pool is best made with
+    ``VerifyPlan(..., variant="portable")``.
 
     Examples
     --------
@@ -169,6 +196,7 @@ class VerifyAttention:
         sm_scale: float,
         out_cache_loc: Any = None,
         draft_kv: Any = None,
+        kv_scale: float = 1.0,
         workspace: AttentionWorkspace | None = None,
         combine_ctas: int | None = None,
         variant: VariantName | None = None,
@@ -184,7 +212,10 @@ class VerifyAttention:
             )
         if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
             raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
+        if not isinstance(kv_scale, int | float) or not 0 < kv_scale < math.inf:
+            raise ArgumentError("kv_scale", kv_scale, "wants a finite number above 0")
         outputs = {"out": tensor_of("out", out), "lse": tensor_of("lse", lse)}
+        element = _element(outputs["out"])
         tokens, heads, latent = _output_shape(outputs["out"])
         if heads != plan.heads:
             raise wrong(outputs["out"], f"has {heads} heads, the plan is for {plan.heads}")
@@ -194,6 +225,9 @@ class VerifyAttention:
         queries = _queries(q, latent)
         rope = _columns(queries[1])
         pool = _rows_of("kv", kv, latent + rope)
+        kind = _pool_kind(pool, element)
+        if kind == element and kv_scale != 1:
+            raise ArgumentError("kv_scale", kv_scale, f"is for pools of codes; kv is {kind}")
         inputs = [*queries, pool, tensor_of("visible", visible)]
         _check_words(inputs[-1], plan.max_tree_tokens)
         draft = None
@@ -203,7 +237,7 @@ class VerifyAttention:
         else:
             inputs.append(tensor_of("out_cache_loc", out_cache_loc))
         if workspace is None:
-            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent)
+            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent, dtype=element)
         held = {
             f"workspace.{field.name}": tensor_of(
                 f"workspace.{field.name}", getattr(workspace, field.name)
@@ -211,7 +245,7 @@ class VerifyAttention:
             for field in fields(workspace)
         }
         work = plan_workspace(plan.batch, plan.max_tokens, heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent, element)
         check_workspace(held, sizes, f"{work.shape[0]} entries of work on {plan.num_ctas} blocks")
         planned = [
             *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
@@ -230,11 +264,14 @@ class VerifyAttention:
         self.plan = plan
         self.workspace = workspace
         self.tokens, self.heads, self.latent, self.rope = tokens, heads, latent, rope
-        self.variant = _variant(variant, device, latent, rope, float(sm_scale))
+        self.element, self.pool = element, kind
+        self.variant = _variant(variant, device, latent, rope, float(sm_scale), kind)
         chosen: dict[str, int | str] = {
             "HEADS": heads,
             "LATENT": latent,
             "ROPE": rope,
+            "ELEMENT": element,
+            "KV_ELEMENT": kind,
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
@@ -250,7 +287,8 @@ class VerifyAttention:
         self.partials = partials.bind(
             plan.num_ctas, VARIANTS[self.variant].threads,
             queries[0].owner, queries[1].owner, *strides, float(sm_scale),
-            pool.owner, pool.strides[0], pool.shape[0], plan.kv_indptr, plan.kv_indices,
+            float(kv_scale), pool.owner, pool.strides[0], pool.shape[0],
+            plan.kv_indptr, plan.kv_indices,
             None if draft is None else draft.owner, 0 if draft is None else draft.strides[0],
             out_cache_loc, plan.qo_indptr, visible, inputs[3].shape[1],
             buffers.work, buffers.cta_work, workspace.partial_out, workspace.partial_lse,
@@ -299,6 +337,23 @@ def _kernels(
     source = KernelSource.from_package(text.stem, values=dict(values))
     partials, combine = text.kernels
     return Kernel(source, partials), Kernel(source, combine)
+
+
+def _element(out: Tensor) -> Element:
+    if out.dtype not in _ELEMENTS:
+        raise wrong(out, f"dtype {out.dtype}; outputs are bfloat16 or float16")
+    return _ELEMENTS[out.dtype]
+
+
+def _pool_kind(pool: Tensor, element: Element) -> Narrow:
+    if pool.dtype in _CODES:
+        if element != "bf16":
+            raise wrong(pool, f"holds codes of e4m3, which go with bfloat16; out is {element}")
+        return "fp8_e4m3"
+    if _ELEMENTS.get(pool.dtype) != element:
+        wanted = f"wants {element}, as out" + (" is, or codes of e4m3" if element == "bf16" else "")
+        raise wrong(pool, f"dtype {pool.dtype}; {wanted}")
+    return element
 
 
 def _output_shape(out: Tensor) -> tuple[int, int, int]:
@@ -357,9 +412,9 @@ def _rows_of(name: str, value: Any, columns: int) -> Tensor:
 
 
 def _check_rows(tensor: Tensor, axis: int, what: str) -> None:
-    stride = tensor.strides[axis]
-    if stride % _PIECE and tensor.shape[axis] > 1:
-        distance = f"{what} are {stride * tensor.itemsize} bytes apart"
+    bytes_apart = tensor.strides[axis] * tensor.itemsize
+    if bytes_apart % 16 and tensor.shape[axis] > 1:
+        distance = f"{what} are {bytes_apart} bytes apart"
         raise wrong(tensor, f"{distance}, which is no multiple of 16")
 
 
@@ -373,14 +428,19 @@ def _check_words(visible: Tensor, max_tree_tokens: int) -> None:
 
 
 def _variant(
-    given: VariantName | None, device: str | None, latent: int, rope: int, sm_scale: float
+    given: VariantName | None,
+    device: str | None,
+    latent: int,
+    rope: int,
+    sm_scale: float,
+    pool: Narrow,
 ) -> VariantName:
     if given is None:
         architecture = capability(device)
-        return choose_variant(architecture, latent=latent, rope=rope, sm_scale=sm_scale)
+        return choose_variant(architecture, latent=latent, rope=rope, sm_scale=sm_scale, pool=pool)
     if given not in VARIANTS:
         raise ArgumentError("variant", given, f"wants one of {', '.join(VARIANTS)}")
-    if not VARIANTS[given].fits(latent, rope, sm_scale):
-        reason = f"cannot attend to {latent} + {rope} columns with a scale of {sm_scale}"
+    if not VARIANTS[given].fits(latent, rope, sm_scale, pool):
+        reason = f"cannot attend to {latent} + {rope} columns of {pool} with a scale of {sm_scale}"
         raise ArgumentError("variant", given, reason)
     return given

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import ArgumentError
+from cuverify.narrow import widen
 
 Floats = NDArray[np.float64]
 
@@ -52,6 +53,7 @@ def verify_attention(
     visible: NDArray[Any],
     draft_kv: NDArray[Any] | None = None,
     draft_slots: NDArray[Any] | None = None,
+    kv_scale: float = 1.0,
 ) -> Attention:
     """Attend from every tree token to its request's prefix and to the draft nodes that it sees.
 
@@ -59,8 +61,8 @@ def verify_attention(
     ----------
     q : ndarray of uint16 (the bits of bf16) or of floats, shape (N, H, D)
         Queries of the tree tokens of all requests, the latent part first.
-    pool : ndarray of uint16 or of floats, shape (slots, D) or (slots, 1, D)
-        KV rows; the values are the first `latent` columns.
+    pool : ndarray of uint16, of uint8 or of floats, shape (slots, D) or (slots, 1, D)
+        KV rows, uint8 being codes of e4m3; the values are the first `latent` columns.
     latent : int
         Columns of the output.
     sm_scale : float
@@ -79,6 +81,8 @@ def verify_attention(
         KV rows of the tree tokens.
     draft_slots : ndarray of int, shape (N,), optional
         The slots of `pool` that hold them. Exactly one of the two is given.
+    kv_scale : float
+        What is in `pool` is multiplied by it; `draft_kv` is not.
 
     Returns
     -------
@@ -108,19 +112,20 @@ def verify_attention(
                 "visible", words.shape, f"request {request} has {nodes} nodes, more than its bits"
             )
         slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
-        running = _Running(_wide(q[first:end]).reshape(nodes * heads, -1) * sm_scale, latent)
+        running = _Running(widen(q[first:end]).reshape(nodes * heads, -1) * sm_scale, latent)
         block = max(16, _BLOCK_SCORES // (nodes * heads))
         for part in _blocks(slots, block):
-            running.add(_wide(rows[_in_pool("kv_indices", part, len(rows))]))
+            running.add(kv_scale * widen(rows[_in_pool("kv_indices", part, len(rows))]))
         if draft_slots is None:
             assert draft_kv is not None
-            drafts = draft_kv[first:end]
+            drafts = widen(draft_kv[first:end])
         else:
-            drafts = rows[_in_pool("draft_slots", draft_slots[first:end], len(rows))]
+            of_tree = _in_pool("draft_slots", draft_slots[first:end], len(rows))
+            drafts = kv_scale * widen(rows[of_tree])
         node = np.arange(nodes, dtype=np.uint64)
         bits = words[first:end, node >> np.uint64(6)] >> (node & np.uint64(63))
         hidden = (bits & np.uint64(1)) == 0
-        running.add(_wide(drafts), hidden=np.repeat(hidden, heads, axis=0))
+        running.add(drafts, hidden=np.repeat(hidden, heads, axis=0))
         at = slice(first, end)
         out[at], lse[at], spread[at] = running.result(nodes, heads)
     return Attention(out, lse, spread)
@@ -164,14 +169,6 @@ class _Running:
         out = (self._out / total).reshape(nodes, heads, self._latent)
         spread = np.sqrt(self._squares) / total
         return out, lse.reshape(nodes, heads), spread.reshape(nodes, heads)
-
-
-def _wide(values: NDArray[Any]) -> Floats:
-    """Return float64 numbers; uint16 are the bits of bf16, the upper half of a float32."""
-    if values.dtype != np.uint16:
-        return np.asarray(values, np.float64)
-    wide = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.asarray(wide, np.float64)
 
 
 def _blocks(slots: NDArray[Any], block: int) -> Iterator[NDArray[Any]]:

@@ -26,10 +26,11 @@ from cuverify.strategies.relocation import (
 )
 from cuverify.strategies.steps import decode_steps, draft_batches
 from cuverify.strategies.trees import TREE_SHAPES, TreeShape, draft_trees
-from cuverify.strategies.verify import kv_layouts, verify_batches
+from cuverify.strategies.verify import ELEMENTS, kv_layouts, verify_batches
 
 __all__ = [
     "COMMIT_WAYS",
+    "ELEMENTS",
     "FAULTS",
     "MOVE_SHAPES",
     "ROW_BYTES",

@@ -15,6 +15,7 @@ from cuverify.verify_batch import (
     MAX_TREE_TOKENS,
     SM_SCALE,
     DraftSource,
+    ElementType,
     IndexType,
     Masks,
     VerifyBatch,
@@ -32,6 +33,14 @@ SEQ_LEN_EDGES = tuple(
     )
 )
 """Prefix lengths around tiles of KV rows, and around where a plan may split."""
+
+ELEMENTS: tuple[tuple[ElementType, float | None], ...] = (
+    ("bf16", None),
+    ("fp16", None),
+    ("bf16", 1.0),
+    ("bf16", 0.07),
+)
+"""The type of queries, and the scale where the pool holds codes of e4m3."""
 
 _SEEDS = st.integers(0, 2**32 - 1)
 _BOOLEANS = st.booleans()
@@ -136,6 +145,7 @@ def verify_batches(
     index_dtypes: Sequence[IndexType] = get_args(IndexType),
     masks: Sequence[Masks] = get_args(Masks),
     row_gaps: Sequence[int] = (0, 8, 56),
+    elements: Sequence[tuple[ElementType, float | None]] = ELEMENTS[:1],
     seq_len_edges: Sequence[int] = SEQ_LEN_EDGES,
 ) -> VerifyBatch:
     """Return a strategy for batches whose draft trees are to be verified.
@@ -154,6 +164,9 @@ def verify_batches(
     heads, widths, spreads, draft_sources, index_dtypes, masks, row_gaps : sequence
         To choose from, each as `cuverify.verify_batch.VerifyBatch` has it; a width is the pair
         (latent, rope).
+    elements : sequence of tuple
+        Pairs (dtype, kv_scale) to choose from, such as those of `ELEMENTS`; bf16 alone if absent.
+        Gaps become multiples of 16 beside codes.
 
     Returns
     -------
@@ -171,7 +184,12 @@ def verify_batches(
     chosen("draft_sources", draft_sources, get_args(DraftSource))
     chosen("index_dtypes", index_dtypes, get_args(IndexType))
     chosen("masks", masks, get_args(Masks))
-    for name, values in (("heads", heads), ("spreads", spreads), ("row_gaps", row_gaps)):
+    for name, values in (
+        ("heads", heads),
+        ("spreads", spreads),
+        ("row_gaps", row_gaps),
+        ("elements", elements),
+    ):
         if not values:
             raise InvalidArgument(f"{name}={values!r} must hold something to choose from")
     if not widths or any(columns <= 0 or columns % 16 for width in widths for columns in width):
@@ -193,19 +211,26 @@ def verify_batches(
         seq_len_edges=seq_len_edges,
     )
     latent, rope = pick(draw, widths)
+    trees = tuple(draw_tree(draw, nodes, shapes) for nodes in layout.tree_tokens.tolist())
+    drawn: dict[str, Any] = {
+        "heads": pick(draw, heads),
+        "seed": draw(_SEEDS),
+        "spread": pick(draw, spreads),
+        "draft_source": pick(draw, draft_sources),
+        "index_dtype": pick(draw, index_dtypes),
+        "masks": pick(draw, masks),
+    }
+    row_gap, (dtype, kv_scale) = pick(draw, row_gaps), pick(draw, elements)
     return VerifyBatch(
         layout,
-        tuple(draw_tree(draw, nodes, shapes) for nodes in layout.tree_tokens.tolist()),
-        heads=pick(draw, heads),
+        trees,
         latent=latent,
         rope=rope,
         sm_scale=SM_SCALE,
-        seed=draw(_SEEDS),
-        spread=pick(draw, spreads),
-        draft_source=pick(draw, draft_sources),
-        index_dtype=pick(draw, index_dtypes),
-        masks=pick(draw, masks),
-        row_gap=pick(draw, row_gaps),
+        row_gap=row_gap if kv_scale is None else -(-row_gap // 16) * 16,
+        dtype=dtype,
+        kv_scale=kv_scale,
+        **drawn,
     )
 
 

@@ -1,6 +1,7 @@
 // Instructions of sm_90a: asynchronous matrix products of a warpgroup (wgmma), barriers in shared
 // memory, copies that arrive on them, registers that change hands. They have no host twins: a text
-// that includes this runs on a GPU only, and its kernels say so by `@arch sm_90a`.
+// that includes this runs on a GPU only, and its kernels say so by `@arch sm_90a`. It defines
+// WGMMA_TYPES before, the types of the operands: "bf16.bf16" or "f16.f16".
 //
 // Shared memory is named by its 32-bit address. A matrix lies there in blocks of 64 columns with
 // the 128-byte swizzle: row r of a block is 128 bytes from row r - 1, and its 16-byte piece p stands
@@ -167,7 +168,7 @@ __device__ __forceinline__ unsigned long long matrix(unsigned address, unsigned 
            static_cast<unsigned long long>(next_block >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// d[64 x N] += a[64 x 16] b, bf16 in, float32 accumulated, of four consecutive warps; `d` and an `a`
+// d[64 x N] += a[64 x 16] b, 16-bit floats in, float32 accumulated, of four consecutive warps; `d` and an `a`
 // in registers as mma.m16n8k16 has them, warp w with rows 16 w to 16 w + 15. With `accumulate` false
 // the products replace `d`. wgmma takes N rows of `b` by 16 columns, wgmma_transposed 16 rows by N.
 #define ACC4(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
@@ -177,7 +178,8 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const unsigned (&a)[4], un
                                       bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_TYPES
+        " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
         " {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
         : ACC8(d, 0), ACC8(d, 8)
@@ -188,7 +190,8 @@ __device__ __forceinline__ void wgmma(float (&d)[16], unsigned long long a, unsi
                                       bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." WGMMA_TYPES
+        " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
         " %16, %17, p, 1, 1, 0, 0;\n}"
         : ACC8(d, 0), ACC8(d, 8)
@@ -199,7 +202,8 @@ __device__ __forceinline__ void wgmma(float (&d)[24], const unsigned (&a)[4], un
                                       bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32." WGMMA_TYPES
+        " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
         "%17, %18, %19, %20, %21, %22, %23},"
         " {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}"
@@ -211,7 +215,8 @@ __device__ __forceinline__ void wgmma(float (&d)[24], unsigned long long a, unsi
                                       bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32." WGMMA_TYPES
+        " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
         "%17, %18, %19, %20, %21, %22, %23},"
         " %24, %25, p, 1, 1, 0, 0;\n}"
@@ -223,7 +228,8 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[64], const unsigned 
                                                  unsigned long long b, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES
+        " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
         "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "

@@ -13,7 +13,17 @@ namespace ptx {
 // d[16x8] += a[16x16] b[16x8], bf16 in, float32 accumulated; all 32 lanes.
 inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
                               CUVERIFY_SITE) {
-    ::cuverify_host::mma_m16n8k16_bf16(d, a, b, CUVERIFY_GIVEN);
+    ::cuverify_host::mma_m16n8k16<::cuverify_host::Narrow::bf16>(d, a, b, CUVERIFY_GIVEN);
+}
+// Likewise of half precision.
+inline void mma_m16n8k16_fp16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                              CUVERIFY_SITE) {
+    ::cuverify_host::mma_m16n8k16<::cuverify_host::Narrow::fp16>(d, a, b, CUVERIFY_GIVEN);
+}
+// Two products of bfloat16, rounded to nearest even; nothing is flushed to zero.
+inline unsigned mul_bf16x2(unsigned a, unsigned b) {
+    return ::cuverify_host::multiply_bfloat16(a, b) |
+           ::cuverify_host::multiply_bfloat16(a >> 16, b >> 16) << 16;
 }
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 inline void ldmatrix_x4(unsigned (&to)[4], const void* row, CUVERIFY_SITE) {
@@ -55,6 +65,21 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_fp16(float (&d)[4], const unsigned (&a)[4],
+                                                  const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ unsigned mul_bf16x2(unsigned a, unsigned b) {
+    unsigned product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+    return product;
 }
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&to)[4], const void* row) {

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "bf16.cuh"
+#include "fp16.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
@@ -378,4 +379,51 @@ extern "C" __global__ void atomics(unsigned* words, unsigned* old, const unsigne
         old[11 * n + i] = atomicDec(&words[11 * n + i], b[i]);
         old[12 * n + i] = atomicCAS(&words[12 * n + i], b[i] & 1 ? a[i] : b[i], b[i]);
     }
+}
+
+// ---- other element types ---------------------------------------------------------------------------
+
+// @kernel mma_fp16
+// @param d write fp32   [n, 32, 4]
+// @param a read  uint32 [n, 32, 4]     fragments: two fp16 a word
+// @param b read  uint32 [n, 32, 2]
+// @param c read  fp32   [n, 32, 4]
+// @param n value int32
+// @block 32
+extern "C" __global__ void mma_fp16(float* d, const unsigned* a, const unsigned* b, const float* c,
+                                    int n) {
+    unsigned at = blockIdx.x * 32 + threadIdx.x, left[4], right[2];
+    float sum[4];
+    for (int i = 0; i < 4; ++i) left[i] = a[at * 4 + i], sum[i] = c[at * 4 + i];
+    for (int i = 0; i < 2; ++i) right[i] = b[at * 2 + i];
+    ptx::mma_m16n8k16_fp16(sum, left, right);
+    for (int i = 0; i < 4; ++i) d[at * 4 + i] = sum[i];
+}
+
+// @kernel fp16_pairs
+// @param packed write uint32 [n]
+// @param low    write fp32   [n]
+// @param high   write fp32   [n]
+// @param x      read  fp32   [n]
+// @param y      read  uint32 [n]       two fp16
+// @param n value int32
+// @block 128
+extern "C" __global__ void fp16_pairs(unsigned* packed, float* low, float* high, const float* x,
+                                      const unsigned* y, int n) {
+    FOR_EACH(i) {
+        packed[i] = fp16::pack(x[i], x[n - 1 - i]);
+        low[i] = fp16::first(y[i]);
+        high[i] = fp16::second(y[i]);
+    }
+}
+
+// @kernel bf16_products
+// @param out write uint32 [n]
+// @param a   read  uint32 [n]          two bf16
+// @param b   read  uint32 [n]
+// @param n value int32
+// @block 128
+extern "C" __global__ void bf16_products(unsigned* out, const unsigned* a, const unsigned* b,
+                                         int n) {
+    FOR_EACH(i) out[i] = ptx::mul_bf16x2(a[i], b[i]);
 }

@@ -11,14 +11,29 @@ struct MmaSlot {
     const unsigned* b;
 };
 
-inline void mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, Site site) {
+enum class Narrow { bf16, fp16 };
+
+template <Narrow Type>
+float widened(unsigned short bits) {
+    return Type == Narrow::bf16 ? bfloat16_to_float(bits) : half_to_float(bits);
+}
+
+// Of the low halves of two words.
+inline unsigned multiply_bfloat16(unsigned a, unsigned b) {
+    double product = static_cast<double>(bfloat16_to_float(static_cast<unsigned short>(a))) *
+                     static_cast<double>(bfloat16_to_float(static_cast<unsigned short>(b)));
+    return float_to_bfloat16(odd_float(product));
+}
+
+template <Narrow Type>
+void mma_m16n8k16(float* d, const unsigned* a, const unsigned* b, Site site) {
     MmaSlot slot{d, a, b};
     collective(
         all_lanes, Collective::mma, &slot,
         [](void** slots, unsigned, Site) CUVERIFY_NO_CHECK {
             float left[16][16], right[16][8], sum[16][8];
             auto half_of = [](unsigned pair, int high) {
-                return bfloat16_to_float(
+                return widened<Type>(
                     static_cast<unsigned short>(high ? pair >> 16 : pair & 0xffffu));
             };
             for (int lane = 0; lane < 32; ++lane) {
@@ -35,7 +50,7 @@ inline void mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, Si
                     sum[group + 8][pair + high] = from->d[2 + high];
                 }
             }
-            tile_product(left, right, sum);
+            tile_product(left, right, sum, Type == Narrow::bf16 ? -126 : -14);
             for (int lane = 0; lane < 32; ++lane) {
                 auto* to = static_cast<MmaSlot*>(slots[lane]);
                 for (int i = 0; i < 4; ++i)

@@ -95,7 +95,7 @@ void* shared_dynamic(size_t offset, size_t bytes, size_t alignment, const char* 
     __attribute__((format(printf, 3, 4)));
 
 // d[16][8] = a[16][16] b[16][8] + d, as the tensor core does in the numerics that the launch asked for.
-void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8]);
+void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8], int smallest);
 
 // ---- launch -----------------------------------------------------------------------------------
 struct LaunchConfig {

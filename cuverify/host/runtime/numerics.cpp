@@ -15,22 +15,21 @@ namespace cuverify_host {
 
 namespace {
 
-constexpr int smallest_exponent = -126;
+constexpr int smallest_exponent = -126;  // of float32 and bfloat16
 constexpr int max_terms = 16;
 unsigned model;  // 0: exact, 80, 90
 
 struct Scaled {
-    double significand;  // in [1, 2), or smaller for what float32 holds as subnormal
+    double significand;  // in [1, 2), or smaller for what the type holds as subnormal
     int exponent;
 };
 
-Scaled scaled(double value) {
+Scaled scaled(double value, int smallest = smallest_exponent) {
     int exponent;
     double significand = std::frexp(value, &exponent) * 2;
     --exponent;
-    if (significand == 0) return {0, smallest_exponent};
-    if (exponent < smallest_exponent)
-        return {std::ldexp(significand, exponent - smallest_exponent), smallest_exponent};
+    if (significand == 0) return {0, smallest};
+    if (exponent < smallest) return {std::ldexp(significand, exponent - smallest), smallest};
     return {significand, exponent};
 }
 
@@ -40,7 +39,8 @@ float truncated_to_float(double value) {
         std::ldexp(std::trunc(std::ldexp(s.significand, 23)), s.exponent - 23));
 }
 
-float aligned_dot(const float* a, const float* b, int terms, float c, int fraction_bits) {
+float aligned_dot(const float* a, const float* b, int terms, float c, int fraction_bits,
+                  int smallest) {
     double sum = c;
     for (int i = 0; i < terms; ++i) sum += static_cast<double>(a[i]) * b[i];
     if (std::isnan(sum)) {
@@ -54,9 +54,9 @@ float aligned_dot(const float* a, const float* b, int terms, float c, int fracti
     term[terms] = scaled(c);
     int largest = term[terms].exponent;
     for (int i = 0; i < terms; ++i) {
-        Scaled x = scaled(a[i]), y = scaled(b[i]);
+        Scaled x = scaled(a[i], smallest), y = scaled(b[i], smallest);
         term[i] = {x.significand * y.significand, x.exponent + y.exponent};
-        if (term[i].exponent > largest) largest = term[i].exponent;
+        if (term[i].significand != 0 && term[i].exponent > largest) largest = term[i].exponent;
     }
     int64_t total = 0;
     for (int i = 0; i <= terms; ++i) {
@@ -66,10 +66,10 @@ float aligned_dot(const float* a, const float* b, int terms, float c, int fracti
     return truncated_to_float(std::ldexp(static_cast<double>(total), largest - fraction_bits));
 }
 
-float modelled_dot(const float* a, const float* b, float c) {
-    if (model == 90) return aligned_dot(a, b, 16, c, 25);
-    c = aligned_dot(a, b, 8, c, 24);
-    return aligned_dot(a + 8, b + 8, 8, c, 24);
+float modelled_dot(const float* a, const float* b, float c, int smallest) {
+    if (model == 90) return aligned_dot(a, b, 16, c, 25, smallest);
+    c = aligned_dot(a, b, 8, c, 24, smallest);
+    return aligned_dot(a + 8, b + 8, 8, c, 24, smallest);
 }
 
 }  // namespace
@@ -93,12 +93,12 @@ static void exact_product(const float (*a)[16], const float (*b)[8], float (*d)[
     }
 }
 
-void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8]) {
+void tile_product(const float (*a)[16], const float (*b)[8], float (*d)[8], int smallest) {
     if (!model) return exact_product(a, b, d);
     for (int n = 0; n < 8; ++n) {
         float column[16];
         for (int k = 0; k < 16; ++k) column[k] = b[k][n];
-        for (int m = 0; m < 16; ++m) d[m][n] = modelled_dot(a[m], column, d[m][n]);
+        for (int m = 0; m < 16; ++m) d[m][n] = modelled_dot(a[m], column, d[m][n], smallest);
     }
 }
 
