@@ -161,16 +161,22 @@ __device__ __forceinline__ int place_of(int row, int piece) {
 
 using Listed = KV_INDEX[COPY_ROWS];
 
-// Where the KV rows of one head are.
+// Rows of a tensor [rows, heads, 128], strides in elements.
+struct Rows {
+    const bits16* first;
+    long long stride, head_stride;
+
+    __device__ __forceinline__ const bits16* at(long long row, int head) const {
+        return first + (row * stride + head * head_stride);
+    }
+};
+
+// Where the KV rows are.
 struct KvRows {
-    const bits16* k;
-    const bits16* v;
-    long long k_stride, v_stride;
+    Rows k, v;
     long long num_slots;
     const KV_INDEX* kv_indices;
-    const bits16* k_extend;
-    const bits16* v_extend;
-    long long k_extend_stride, v_extend_stride;
+    Rows k_extend, v_extend;
     const long long* out_cache_loc;  // null: the trees' rows are in `k_extend` and `v_extend`
 
     // The list's entries for this thread's rows of the tile at position `start`. Looked up a tile ahead
@@ -205,14 +211,15 @@ struct KvRows {
                 const long long token = item.first_token + (position - item.prefix);
                 slot = separate ? token : out_cache_loc[token];
             }
-            const bits16* keys = k;
-            const bits16* values = v;
+            const int head = static_cast<int>(blockIdx.y);
+            const bits16* keys = k.first;
+            const bits16* values = v.first;
             if (separate) {
-                keys = k_extend + slot * k_extend_stride;
-                values = v_extend + slot * v_extend_stride;
+                keys = k_extend.at(slot, head);
+                values = v_extend.at(slot, head);
             } else if (present) {
-                keys += slot * k_stride;
-                values += slot * v_stride;
+                keys = k.at(slot, head);
+                values = v.at(slot, head);
             }
             bits16* to = tile + place_of(row, place.copy_lane);
             if (!present || separate || (slot >= 0 && slot < num_slots)) {
@@ -242,14 +249,13 @@ using Weights = unsigned[BANDS][PAIRS][4];
 
 // Loads a warp's queries as operands: lane l has rows l / 4 + {0, 8} of each band, and of each step
 // the columns 2 (l % 4) + {0, 1, 8, 9}. Rows of no token are 0.
-__device__ __forceinline__ void load_queries(Queries& q, const bits16* from, long long stride,
-                                             long long head_stride, const Item& item, Place place) {
+__device__ __forceinline__ void load_queries(Queries& q, Rows from, const Item& item, Place place) {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const int row =
             item.row_tile * ROWS + place.row_warp * WARP_ROWS + half * 8 + place.lane / 4;
-        const bits16* query = from + (item.first_token + row / GROUP) * stride +
-                              row % GROUP * head_stride + place.lane % 4 * 2;
+        const int head = static_cast<int>(blockIdx.y) * GROUP + row % GROUP;
+        const bits16* query = from.at(item.first_token + row / GROUP, head) + place.lane % 4 * 2;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             unsigned (&to)[4] = q[half / 2][step];
@@ -558,19 +564,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     Item& item = items[0];
 
     const int kv_head = static_cast<int>(blockIdx.y);
-    const bool separate = out_cache_loc == nullptr;
-    const KvRows source = {k_buffer + kv_head * k_head_stride,
-                           v_buffer + kv_head * v_head_stride,
-                           k_stride,
-                           v_stride,
+    const KvRows source = {{k_buffer, k_stride, k_head_stride},
+                           {v_buffer, v_stride, v_head_stride},
                            num_slots,
                            kv_indices,
-                           separate ? k_extend + kv_head * k_extend_head_stride : nullptr,
-                           separate ? v_extend + kv_head * v_extend_head_stride : nullptr,
-                           k_extend_stride,
-                           v_extend_stride,
+                           {k_extend, k_extend_stride, k_extend_head_stride},
+                           {v_extend, v_extend_stride, v_extend_head_stride},
                            out_cache_loc};
-    const bits16* queries = q + static_cast<long long>(kv_head) * GROUP * q_head_stride;
 
     if (thread_anew() == 0) {
         item.next = cta_work[blockIdx.x * 4];
@@ -595,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         source.look_up(next, item, start + (STAGES - 1) * TILE, Place(thread_anew()));
         load_masks(item, visible, words, masks, thread_anew());
         Queries operands;
-        load_queries(operands, queries, q_stride, q_head_stride, item, Place(thread_anew()));
+        load_queries(operands, {q, q_stride, q_head_stride}, item, Place(thread_anew()));
         State state;
         state.clear();
 
