@@ -403,19 +403,18 @@ def _rows_of(plan: VerifyPlan, group: int) -> int:
     for rows in ROW_TILES:
         if plan.heads * rows == group * ROW_TILE:
             return rows
-    raise ArgumentError(
-        "plan",
-        plan,
-        f"is for {plan.heads} rows a token in tiles of {ROW_TILE}; {group} query heads of a KV head "
-        f"want {', '.join(str(group * ROW_TILE // rows) for rows in ROW_TILES)}: see plan_verify_gqa",
-    )
+    wanted = ", ".join(str(group * ROW_TILE // rows) for rows in ROW_TILES)
+    reason = f"is for {plan.heads} query rows a token; groups of {group} heads want {wanted}"
+    raise ArgumentError("plan", plan, f"{reason}: see plan_verify_gqa")
 
 
 def _rows(name: str, value: Any, what: str) -> Tensor:
     """Return a tensor [rows, heads, 128], its strides whole pieces."""
     tensor = tensor_of(name, value)
     if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[2] != HEAD_DIM:
-        reason = f"has shape {list(tensor.shape)}; wants [{what}, heads, {HEAD_DIM}], none of them 0"
+        reason = (
+            f"has shape {list(tensor.shape)}; wants [{what}, heads, {HEAD_DIM}], none of them 0"
+        )
         raise wrong(tensor, reason)
     check_row_stride(tensor, 0, what)
     check_row_stride(tensor, 1, "heads")
