@@ -2,8 +2,8 @@
 
 A shape's name is that of `cuverify.verify_shapes` with the heads of a rank behind it:
 ``1x64k:8@4x2`` is one request of 65,536 prefix tokens with a tree of 8, four query heads on each
-of two KV heads. ``1x64k:block16@4x2`` is a DFlash drafter's own attention: a block of 16 tokens that
-see each other and the whole context.
+of two KV heads. ``1x64k:block16@4x2`` is a DFlash drafter's own attention: a block of 16 tokens
+that see each other and the whole context.
 """
 
 from __future__ import annotations

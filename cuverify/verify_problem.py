@@ -60,7 +60,7 @@ class DeviceBounds:
         return cls(*(torch.as_tensor(part).to(device) for part in arrays))
 
     def hold(self, out: Any, lse: Any) -> bool:
-        """Whether results are right, found on the device: a host takes seconds for a large batch."""
+        """Whether results are right, found on the device: the host takes seconds for large ones."""
         error = (out.double() - self.out).abs()
         lse_error = (lse.double() - self.lse).abs()
         return bool(
