@@ -16,7 +16,7 @@
 //                        piece's partial slot.
 //   verify_gqa_combine   merges the pieces of each row tile that was cut.
 //
-// A block has four warps, ROWS / WARP_ROWS of them side by side on the query rows; those that are left
+// A block has four warps, ROWS / 16 of them side by side on the query rows; those that are left
 // divide each tile of KV rows among themselves and meet when the item is done. S = Q K^T and O = P V by
 // mma.m16n8k16: the scores that a warp has are its probabilities' operand as they lie, so that P never
 // leaves the registers. Keys and values of a tile lie in shared memory once, in a ring that cp.async
@@ -44,13 +44,9 @@
 #ifndef ROWS
 #define ROWS 64
 #endif
-// query rows of a warp: 16 or 32
-#ifndef WARP_ROWS
-#define WARP_ROWS 16
-#endif
 // KV rows of a tile
 #ifndef TILE
-#define TILE 32
+#define TILE 64
 #endif
 // tiles in shared memory: one is used, STAGES - 1 are on their way
 #ifndef STAGES
@@ -84,11 +80,10 @@ namespace {
 constexpr int DIM = 128;
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
+constexpr int WARP_ROWS = 16;  // query rows of one mma
 constexpr int ROW_WARPS = ROWS / WARP_ROWS;
 constexpr int KV_WARPS = WARPS / ROW_WARPS;
 constexpr int WARP_KV = TILE / KV_WARPS;  // KV rows of a tile that a warp does
-constexpr int BANDS = WARP_ROWS / 16;     // of the 16 query rows of one mma
-constexpr int HALVES = 2 * BANDS;         // query rows of a lane
 constexpr int PAIRS = WARP_KV / 16;       // of two blocks of 8 KV rows
 constexpr int STEPS = DIM / 16;
 constexpr int PIECE = 8;  // elements of a 16-byte access
@@ -101,11 +96,9 @@ constexpr int OUT_PITCH = DIM + PIECE;       // elements from row to row of stag
 constexpr int MASK_WORDS = 8;                // of 32 bits: 256 tree tokens
 
 // floats of a lane that two warps merge
-constexpr int MERGED = BANDS * STEPS * 8 + 3 * HALVES;
+constexpr int MERGED = STEPS * 8 + 3 * 2;
 
 static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64, "the plan counts row tiles of such sizes");
-static_assert(WARP_ROWS == 16 || WARP_ROWS == 32, "whole bands");
-static_assert(ROWS % WARP_ROWS == 0 && ROW_WARPS <= WARPS, "each warp has rows");
 static_assert(WARP_KV % 16 == 0 && WARP_KV >= 16, "whole operands of probabilities");
 static_assert(COPY_ROWS >= 1 && TILE % COPY_STEP == 0, "all threads fetch");
 static_assert(STAGES >= 2, "a tile is fetched while another one is used");
@@ -196,9 +189,29 @@ struct KvRows {
     // the end become zeros; a tile past the end is left alone.
     __device__ __forceinline__ void fetch(const Item& item, int start, const Listed& listed,
                                           bits16* tile, Place place) const {
-        if (start >= item.end) {
-            return;
+        bool plain = start + TILE <= min(item.prefix, item.end);
+#pragma unroll
+        for (int i = 0; i < COPY_ROWS; ++i) {
+            plain = plain && listed[i] >= 0 && listed[i] < num_slots;
         }
+        if (plain) {
+            // Nearly all tiles: no row asks a question, so that their copies go out together.
+            const int head = static_cast<int>(blockIdx.y);
+            bits16* to = tile + place_of(place.copy_row, place.copy_lane);
+#pragma unroll
+            for (int i = 0; i < COPY_ROWS; ++i) {
+                copy(to + i * COPY_STEP * DIM, k.at(listed[i], head), v.at(listed[i], head), 16,
+                     place);
+            }
+        } else if (start < item.end) {
+            fetch_any(item, start, listed, tile, place);
+        }
+    }
+
+    // As `fetch`, for a tile that reaches past the prefix or the item, or that lists a slot outside the
+    // pool.
+    __device__ __forceinline__ void fetch_any(const Item& item, int start, const Listed& listed,
+                                              bits16* tile, Place place) const {
 #pragma unroll
         for (int i = 0; i < COPY_ROWS; ++i) {
             const int row = place.copy_row + i * COPY_STEP;
@@ -212,25 +225,13 @@ struct KvRows {
                 slot = separate ? token : out_cache_loc[token];
             }
             const int head = static_cast<int>(blockIdx.y);
-            const bits16* keys = k.first;
-            const bits16* values = v.first;
-            if (separate) {
-                keys = k_extend.at(slot, head);
-                values = v_extend.at(slot, head);
-            } else if (present) {
-                keys = k.at(slot, head);
-                values = v.at(slot, head);
-            }
             bits16* to = tile + place_of(row, place.copy_lane);
-            if (!present || separate || (slot >= 0 && slot < num_slots)) {
-                const int bytes = present ? 16 : 0;
-                keys += place.copy_lane * PIECE;
-                values += place.copy_lane * PIECE;
-#pragma unroll
-                for (int piece = 0; piece < ROW_PIECES; piece += COPY_LANES) {
-                    ptx::cp_async16(to + piece * PIECE, keys + piece * PIECE, bytes);
-                    ptx::cp_async16(to + TILE * DIM + piece * PIECE, values + piece * PIECE, bytes);
-                }
+            if (separate) {
+                copy(to, k_extend.at(slot, head), v_extend.at(slot, head), 16, place);
+            } else if (!present) {
+                copy(to, k.first, v.first, 0, place);
+            } else if (slot >= 0 && slot < num_slots) {
+                copy(to, k.at(slot, head), v.at(slot, head), 16, place);
             } else {
                 // Scores become NaN. Values are 0: a query row that does not see this one adds 0
                 // times it.
@@ -241,28 +242,56 @@ struct KvRows {
             }
         }
     }
+
+    // Starts the copies of this thread's pieces of a row of keys and one of values.
+    __device__ __forceinline__ void copy(bits16* to, const bits16* keys, const bits16* values,
+                                         int bytes, Place place) const {
+        keys += place.copy_lane * PIECE;
+        values += place.copy_lane * PIECE;
+#pragma unroll
+        for (int piece = 0; piece < ROW_PIECES; piece += COPY_LANES) {
+            ptx::cp_async16(to + piece * PIECE, keys + piece * PIECE, bytes);
+            ptx::cp_async16(to + TILE * DIM + piece * PIECE, values + piece * PIECE, bytes);
+        }
+    }
+
+    // Starts the copies of the item's first tiles, one commit group each; looks up the slots of the
+    // next.
+    __device__ __forceinline__ void fetch_first(Listed& next, const Item& item, bits16* ring,
+                                                Place place) const {
+        Listed listed[STAGES - 1];
+#pragma unroll
+        for (int stage = 0; stage < STAGES - 1; ++stage) {
+            look_up(listed[stage], item, item.begin + stage * TILE, place);
+        }
+        look_up(next, item, item.begin + (STAGES - 1) * TILE, place);
+#pragma unroll
+        for (int stage = 0; stage < STAGES - 1; ++stage) {
+            fetch(item, item.begin + stage * TILE, listed[stage], ring + stage * STAGE, place);
+            ptx::cp_async_commit();
+        }
+    }
 };
 
-using Queries = unsigned[BANDS][STEPS][4];
-using Scores = float[BANDS][2 * PAIRS][4];
-using Weights = unsigned[BANDS][PAIRS][4];
+using Queries = unsigned[STEPS][4];
+using Scores = float[2 * PAIRS][4];
+using Weights = unsigned[PAIRS][4];
 
-// Loads a warp's queries as operands: lane l has rows l / 4 + {0, 8} of each band, and of each step
-// the columns 2 (l % 4) + {0, 1, 8, 9}. Rows of no token are 0.
+// Loads a warp's queries as operands: lane l has rows l / 4 + {0, 8}, and of each step the columns
+// 2 (l % 4) + {0, 1, 8, 9}. Rows of no token are 0.
 __device__ __forceinline__ void load_queries(Queries& q, Rows from, const Item& item, Place place) {
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
+    for (int half = 0; half < 2; ++half) {
         const int row =
             item.row_tile * ROWS + place.row_warp * WARP_ROWS + half * 8 + place.lane / 4;
         const int head = static_cast<int>(blockIdx.y) * GROUP + row % GROUP;
         const bits16* query = from.at(item.first_token + row / GROUP, head) + place.lane % 4 * 2;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            unsigned (&to)[4] = q[half / 2][step];
-            to[half % 2] = to[half % 2 + 2] = 0;
+            q[step][half] = q[step][half + 2] = 0;
             if (row < item.rows) {
-                to[half % 2] = *reinterpret_cast<const unsigned*>(query + step * 16);
-                to[half % 2 + 2] = *reinterpret_cast<const unsigned*>(query + step * 16 + 8);
+                q[step][half] = *reinterpret_cast<const unsigned*>(query + step * 16);
+                q[step][half + 2] = *reinterpret_cast<const unsigned*>(query + step * 16 + 8);
             }
         }
     }
@@ -280,13 +309,18 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const Queries& q, const
             ptx::ldmatrix_x4(both, keys + place_of(row + pair * 16, step * 2 + place.lane / 8 % 2));
             const unsigned first[2] = {both[0], both[1]};
             const unsigned second[2] = {both[2], both[3]};
-#pragma unroll
-            for (int band = 0; band < BANDS; ++band) {
-                ptx::mma_m16n8k16_bf16(s[band][2 * pair], q[band][step], first);
-                ptx::mma_m16n8k16_bf16(s[band][2 * pair + 1], q[band][step], second);
-            }
+            ptx::mma_m16n8k16_bf16(s[2 * pair], q[step], first);
+            ptx::mma_m16n8k16_bf16(s[2 * pair + 1], q[step], second);
         }
     }
+}
+
+// Visibility of the 32 nodes from `node` on, which may lie in the prefix or past the tree's words.
+__device__ __forceinline__ unsigned window(const unsigned* mask, int node) {
+    const int word = node >> 5;
+    const unsigned low = word < 0 ? ALL : word < MASK_WORDS ? mask[word] : 0;
+    const unsigned high = word + 1 < 0 ? ALL : word + 1 < MASK_WORDS ? mask[word + 1] : 0;
+    return low >> (node & 31) | high << 1 << (31 - (node & 31));
 }
 
 // Takes away the scores of KV positions that are past the item's end or not in the row's mask;
@@ -294,45 +328,42 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const Queries& q, const
 __device__ __forceinline__ void hide(Scores& s, const Item& item, int position,
                                      const unsigned* masks) {
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+    for (int half = 0; half < 2; ++half) {
+        const unsigned* mask = masks + half * 8 * MASK_WORDS;
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS * 4; ++i) {
-            const int at = position + i / 4 * 8 + i % 2;
-            const int node = at - item.prefix;
-            const unsigned* mask = masks + (band * 16 + i / 2 % 2 * 8) * MASK_WORDS;
-            bool seen = at < item.end;
-            if (seen && node >= 0) {
-                seen = mask[node / 32] >> (node % 32) & 1;
+        for (int first = 0; first < WARP_KV; first += 32) {
+            const int left = item.end - position - first;
+            unsigned seen = window(mask, position + first - item.prefix);
+            seen = left >= 32 ? seen : left <= 0 ? 0 : seen & ((1u << left) - 1);
+#pragma unroll
+            for (int i = 0; i < 8 && first + i / 2 * 8 < WARP_KV; ++i) {
+                float& score = s[first / 8 + i / 2][half * 2 + i % 2];
+                score = seen >> (i / 2 * 8 + i % 2) & 1 ? score : minus_infinity();
             }
-            float& score = s[band][i / 4][i % 4];
-            score = seen ? score : minus_infinity();
         }
     }
 }
 
-// What a warp keeps over all tiles of an item: for each of a lane's query rows, l / 4 + 8 h, the
+// What a warp keeps over all tiles of an item: for each of a lane's query rows, l / 4 + {0, 8}, the
 // softmax so far, and the outputs of columns 8 n + 2 (l % 4) + {0, 1}. Sums are over the lane's own
 // KV rows. What is multiplied with V is rounded to bfloat16, so that is what the outputs are divided
 // by: a key that has nearly all of the weight then gives its own values, whatever its probability was
 // rounded to.
 struct State {
-    float o[BANDS][2 * STEPS][4];
-    float max[HALVES];  // log2 domain, the same in all lanes of a row; -inf before the first score
-    float sum[HALVES];
-    float rounded_sum[HALVES];
+    float o[2 * STEPS][4];
+    float max[2];  // log2 domain, the same in all lanes of a row; -inf before the first score
+    float sum[2];
+    float rounded_sum[2];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
+        for (int half = 0; half < 2; ++half) {
             max[half] = minus_infinity();
             sum[half] = rounded_sum[half] = 0.0f;
         }
 #pragma unroll
-        for (int band = 0; band < BANDS; ++band) {
-#pragma unroll
-            for (int i = 0; i < 2 * STEPS * 4; ++i) {
-                o[band][i / 4][i % 4] = 0.0f;
-            }
+        for (int i = 0; i < 2 * STEPS * 4; ++i) {
+            o[i / 4][i % 4] = 0.0f;
         }
     }
 
@@ -341,22 +372,20 @@ struct State {
         rounded_sum[half] *= factor;
 #pragma unroll
         for (int block = 0; block < 2 * STEPS; ++block) {
-            o[half / 2][block][half % 2 * 2] *= factor;
-            o[half / 2][block][half % 2 * 2 + 1] *= factor;
+            o[block][half * 2] *= factor;
+            o[block][half * 2 + 1] *= factor;
         }
     }
 
     // Takes the scores of one tile in the log2 domain, masked to -inf where unseen; gives the
     // probabilities as an operand.
-    __device__ __forceinline__ void soften(Scores& s, Weights& p) {
+    __device__ __forceinline__ void soften(const Scores& s, Weights& p) {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            float (&scores)[2 * PAIRS][4] = s[half / 2];
-            const int at = half % 2 * 2;
+        for (int half = 0; half < 2; ++half) {
             float largest = minus_infinity();
 #pragma unroll
             for (int block = 0; block < 2 * PAIRS; ++block) {
-                largest = fmaxf(largest, fmaxf(scores[block][at], scores[block][at + 1]));
+                largest = fmaxf(largest, fmaxf(s[block][half * 2], s[block][half * 2 + 1]));
             }
             largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
@@ -367,12 +396,12 @@ struct State {
             const float base = max[half] == minus_infinity() ? 0.0f : max[half];
 #pragma unroll
             for (int block = 0; block < 2 * PAIRS; ++block) {
-                const float first = ptx::exp2_approx(scores[block][at] - base);
-                const float second = ptx::exp2_approx(scores[block][at + 1] - base);
+                const float first = ptx::exp2_approx(s[block][half * 2] - base);
+                const float second = ptx::exp2_approx(s[block][half * 2 + 1] - base);
                 const unsigned rounded = bf16::pack(first, second);
                 sum[half] += first + second;
                 rounded_sum[half] += bf16::first(rounded) + bf16::second(rounded);
-                p[half / 2][block / 2][block % 2 * 2 + half % 2] = rounded;
+                p[block / 2][block % 2 * 2 + half] = rounded;
             }
         }
     }
@@ -390,11 +419,8 @@ struct State {
                     both, values + place_of(row + pair * 16, step * 2 + place.lane / 16));
                 const unsigned first[2] = {both[0], both[1]};
                 const unsigned second[2] = {both[2], both[3]};
-#pragma unroll
-                for (int band = 0; band < BANDS; ++band) {
-                    ptx::mma_m16n8k16_bf16(o[band][2 * step], p[band][pair], first);
-                    ptx::mma_m16n8k16_bf16(o[band][2 * step + 1], p[band][pair], second);
-                }
+                ptx::mma_m16n8k16_bf16(o[2 * step], p[pair], first);
+                ptx::mma_m16n8k16_bf16(o[2 * step + 1], p[pair], second);
             }
         }
     }
@@ -402,7 +428,7 @@ struct State {
     // Sums up over the lanes of each row.
     __device__ __forceinline__ void gather_sums() {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int distance = 1; distance < 4; distance *= 2) {
                 sum[half] += __shfl_xor_sync(ALL, sum[half], distance);
@@ -411,29 +437,24 @@ struct State {
         }
     }
 
-    // Leaves everything for the same lane of another warp, `lane_room` 32 floats apart.
+    // Leaves everything for the same lane of another warp, 32 floats apart.
     __device__ __forceinline__ void leave(float* lane_room) const {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
+        for (int half = 0; half < 2; ++half) {
             lane_room[(3 * half) * 32] = max[half];
             lane_room[(3 * half + 1) * 32] = sum[half];
             lane_room[(3 * half + 2) * 32] = rounded_sum[half];
         }
-        lane_room += 3 * HALVES * 32;
 #pragma unroll
-        for (int band = 0; band < BANDS; ++band) {
-#pragma unroll
-            for (int i = 0; i < 2 * STEPS * 4; ++i) {
-                lane_room[(band * 2 * STEPS * 4 + i) * 32] = o[band][i / 4][i % 4];
-            }
+        for (int i = 0; i < 2 * STEPS * 4; ++i) {
+            lane_room[(6 + i) * 32] = o[i / 4][i % 4];
         }
     }
 
     // Adds what another warp has left: the same query rows over other KV rows.
     __device__ __forceinline__ void take(const float* lane_room) {
-        const float* other_o = lane_room + 3 * HALVES * 32;
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
+        for (int half = 0; half < 2; ++half) {
             const float other = lane_room[(3 * half) * 32];
             const float largest = fmaxf(max[half], other);
             // a side that has seen nothing adds nothing, and both may have
@@ -445,11 +466,8 @@ struct State {
             rounded_sum[half] = fmaf(factor, lane_room[(3 * half + 2) * 32], rounded_sum[half]);
 #pragma unroll
             for (int i = 0; i < 2 * STEPS * 2; ++i) {
-                const int block = i / 2;
-                const int at = half % 2 * 2 + i % 2;
-                o[half / 2][block][at] =
-                    fmaf(factor, other_o[((half / 2 * 2 * STEPS + block) * 4 + at) * 32],
-                         o[half / 2][block][at]);
+                const int at = half * 2 + i % 2;
+                o[i / 2][at] = fmaf(factor, lane_room[(6 + i / 2 * 4 + at) * 32], o[i / 2][at]);
             }
         }
     }
@@ -585,14 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         int start = item.begin;  // of the present tile
         Listed next;
-#pragma unroll 1
-        for (int stage = 0; stage < STAGES - 1; ++stage) {
-            const Place own(thread_anew());
-            source.look_up(next, item, start + stage * TILE, own);
-            source.fetch(item, start + stage * TILE, next, ring + stage * STAGE, own);
-            ptx::cp_async_commit();
-        }
-        source.look_up(next, item, start + (STAGES - 1) * TILE, Place(thread_anew()));
+        source.fetch_first(next, item, ring, Place(thread_anew()));
         load_masks(item, visible, words, masks, thread_anew());
         Queries operands;
         load_queries(operands, {q, q_stride, q_head_stride}, item, Place(thread_anew()));
@@ -621,8 +632,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 Scores s = {};
                 multiply_keys(s, operands, tile, place);
 #pragma unroll
-                for (int i = 0; i < BANDS * 2 * PAIRS * 4; ++i) {
-                    s[i / (2 * PAIRS * 4)][i / 4 % (2 * PAIRS)][i % 4] *= sm_scale * LOG2_E;
+                for (int i = 0; i < 2 * PAIRS * 4; ++i) {
+                    s[i / 4][i % 4] *= sm_scale * LOG2_E;
                 }
                 if (start + TILE > min(item.prefix, item.end)) {
                     hide(s, item, start + place.kv_warp * WARP_KV + place.lane % 4 * 2,
@@ -654,7 +665,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         if (own.kv_warp == 0) {
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
+            for (int half = 0; half < 2; ++half) {
                 const int row = own.row_warp * WARP_ROWS + half * 8 + own.lane / 4;
                 const int flat = item.row_tile * ROWS + row;
                 const bool sees = state.sum[half] != 0.0f;
@@ -673,9 +684,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 bits16* to = ring + row * OUT_PITCH + own.lane % 4 * 2;
 #pragma unroll
                 for (int block = 0; block < 2 * STEPS; ++block) {
-                    const float (&o)[4] = state.o[half / 2][block];
+                    const float (&o)[4] = state.o[block];
                     *reinterpret_cast<unsigned*>(to + block * 8) =
-                        bf16::pack(o[half % 2 * 2] * inverse, o[half % 2 * 2 + 1] * inverse);
+                        bf16::pack(o[half * 2] * inverse, o[half * 2 + 1] * inverse);
                 }
             }
         }

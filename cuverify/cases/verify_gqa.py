@@ -172,13 +172,13 @@ class VerifyGqaCase:
 
     def batches(self, *, seed: int = 0, examples: int = 12) -> Iterator[tuple[str, SizedGqaBatch]]:
         """Yield drawn batches of each kind, real ones, and a drafter's block."""
-        kinds = _KINDS[:3]  # each text is built for the host lane and its checkers
+        kinds = _KINDS[:2]  # each text is built for the host lane and its checkers
         for number, kind in enumerate(kinds):
             share = examples * (number + 1) // len(kinds) - examples * number // len(kinds)
             batches = _drawn(kind, share, seed + number, max_requests=3, max_tree_tokens=20)
-            yield from _alone(f"drawn, {_name(kind)}", batches)
-        yield from _alone("real, T 17, 4 x 2", _real(2048, 2, 17, group=4, kv_heads=2, seed=seed))
-        yield from _alone("dflash_block", [_dflash_block([200, 33], group=4, seed=seed)])
+            yield from _grouped(f"drawn, {_name(kind)}", batches)
+        yield from _grouped("real, T 17, 4 x 2", _real(2048, 2, 17, group=4, kv_heads=2, seed=seed))
+        yield from _grouped("dflash_block", [_dflash_block([200, 33], group=4, seed=seed)])
 
     def device_batches(
         self, *, seed: int = 0, examples: int = 40
@@ -307,11 +307,6 @@ def _kind(batch: GqaBatch) -> tuple[Any, ...]:
     base = batch.base
     given = (base.sm_scale, base.draft_source, base.index_dtype, base.row_gap)
     return (batch.group, batch.kv_heads, *given)
-
-
-def _alone(kind: str, batches: Sequence[GqaBatch]) -> Iterator[tuple[str, SizedGqaBatch]]:
-    for number, batch in enumerate(batches):
-        yield f"{kind}, {number}", SizedGqaBatch(batch, Capacity.of([batch.base]))
 
 
 def _grouped(kind: str, batches: Sequence[GqaBatch]) -> Iterator[tuple[str, SizedGqaBatch]]:

@@ -51,9 +51,9 @@ MAX_GROUP = 32
 """Most query heads of a KV head."""
 
 VALUES: Mapping[int, Mapping[str, int]] = {
-    16: {"WARP_ROWS": 16, "TILE": 64, "STAGES": 3},
-    32: {"WARP_ROWS": 16, "TILE": 32, "STAGES": 3},
-    64: {"WARP_ROWS": 16, "TILE": 32, "STAGES": 3},
+    16: {"TILE": 64},
+    32: {"TILE": 64},
+    64: {"TILE": 64},
 }
 """`-D` values of the text, by the query rows of a row tile."""
 
