@@ -194,7 +194,8 @@ class OwnGqa:
             layers.append(
                 VerifyGqa(
                     problem.q,
-                    *problem.pools,
+                    problem.pools[0],
+                    problem.pools[1],
                     out,
                     lse,
                     plan=plan,

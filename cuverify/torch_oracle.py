@@ -179,16 +179,17 @@ def attend(
             drafts = [pool[fresh] for pool in pools]
         else:
             drafts = [_floats(rows, device)[first:end] for rows in (draft_keys, draft_values)]
-        seen = [
+        seen_keys, seen_values = (
             torch.cat([pool[prefix], rows]).to(wide)
             for pool, rows in zip(pools, drafts, strict=True)
-        ]
-        sees = torch.ones((end - first, len(seen[0])), dtype=torch.bool, device=device)
+        )
+        sees = torch.ones((end - first, len(seen_keys)), dtype=torch.bool, device=device)
         node = torch.arange(end - first, device=device)
         # node 63 is the sign bit: an arithmetic shift smears it, and the mask drops the smear
         sees[:, len(prefix) :] = (words[first:end, node >> 6] >> (node & 63)) & 1 == 1
-        for at, chunk in _chunks(first, end, heads * len(seen[0]), device):
-            part = _rows(queries[at].to(wide), *seen, sees[chunk], sm_scale, exact=exact)
+        for at, chunk in _chunks(first, end, heads * len(seen_keys), device):
+            some = queries[at].to(wide)
+            part = _rows(some, seen_keys, seen_values, sees[chunk], sm_scale, exact=exact)
             out[at], lse[at], spread[at] = (x.double().cpu().numpy() for x in part)
     return Attention(out, lse, spread)
 

@@ -8,6 +8,7 @@ by their number. `alone_us` is one layer in a graph of its own. Plans are exclud
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,7 @@ def _attention(shape: GqaShape, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     if shape.equal:
         for name, prepare in PEERS.items():
             peer = prepare(problem)
-            yield timed(name, peer, lambda peer=peer: judge_peer(peer, problem.bounds.out))
+            yield timed(name, peer, functools.partial(judge_peer, peer, problem.bounds.out))
 
 
 def _reading(problem: GqaProblem) -> tuple[Prepared, Any]:

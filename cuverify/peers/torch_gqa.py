@@ -7,6 +7,7 @@ are laid out beforehand and not timed. Keys are padded to a multiple of 16, as i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -103,4 +104,4 @@ class _Parts:
             )
             self.result.copy_(attend(keys, values).view(self.result.shape))
 
-        return Prepared([lambda rows=rows: step(rows) for rows in self.indices], self.out)
+        return Prepared([functools.partial(step, rows) for rows in self.indices], self.out)

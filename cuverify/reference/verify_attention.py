@@ -169,14 +169,14 @@ def attend(
         if draft_slots is None:
             assert draft_keys is not None
             assert draft_values is not None
-            drafts = draft_keys[first:end], draft_values[first:end]
+            fresh = draft_keys[first:end], draft_values[first:end]
         else:
             rows = _in_pool("draft_slots", draft_slots[first:end], len(keys))
-            drafts = keys[rows], values[rows]
+            fresh = keys[rows], values[rows]
         node = np.arange(nodes, dtype=np.uint64)
         bits = words[first:end, node >> np.uint64(6)] >> (node & np.uint64(63))
         hidden = (bits & np.uint64(1)) == 0
-        running.add(*map(_wide, drafts), hidden=np.repeat(hidden, heads, axis=0))
+        running.add(_wide(fresh[0]), _wide(fresh[1]), hidden=np.repeat(hidden, heads, axis=0))
         at = slice(first, end)
         out[at], lse[at], spread[at] = running.result(nodes, heads)
     return Attention(out, lse, spread)

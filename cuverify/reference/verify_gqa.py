@@ -5,7 +5,8 @@ The heads that share a KV head are attended to by the core of `cuverify.referenc
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,8 @@ from numpy.typing import NDArray
 from cuverify.errors import ArgumentError
 from cuverify.reference.verify_attention import Attention, attend
 
-
-class Attend(Protocol):
-    """Attends with the heads of one KV head, as `cuverify.reference.verify_attention.attend`."""
-
-    def __call__(self, q: Any, keys: Any, values: Any, **more: Any) -> Attention:
-        """Take what that takes."""
+Attend = Callable[..., Attention]
+"""Attends with the heads of one KV head, as `cuverify.reference.verify_attention.attend` does."""
 
 
 def verify_gqa(
