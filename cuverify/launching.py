@@ -17,8 +17,10 @@ HOST_CTAS = 2
 MAX_WORDS = 4
 """Most visibility words of a tree token: 256 tokens."""
 
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the system takes of each block."""
+
 _PIECE_BYTES = 16  # of one access
-_RESERVED_SHARED = 1024  # bytes of each block that the system takes
 _CTYPES = {"int32": "int", "int64": "long long"}
 
 
@@ -49,11 +51,15 @@ def resident_blocks(kernel: Kernel, device: str | None) -> int | None:
     count = multiprocessors(device)
     if count is None:
         return None
+    room = shared_room(device) // ((kernel.declared_shared() or 0) + RESERVED_SHARED)
+    return count * max(1, min(number_of(kernel, "RESIDENT"), room))
+
+
+def shared_room(device: str | None) -> int:
+    """Return the bytes of shared memory that a multiprocessor has for all of its blocks."""
     import torch
 
-    room = int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-    shared = (kernel.declared_shared() or 0) + _RESERVED_SHARED
-    return count * max(1, min(number_of(kernel, "RESIDENT"), room // shared))
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocessor: int) -> int:

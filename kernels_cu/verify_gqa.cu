@@ -204,25 +204,26 @@ struct KvRows {
                      place);
             }
         } else if (start < item.end) {
-            fetch_any(item, start, listed, tile, place);
+            fetch_any(item, start, tile, place);
         }
     }
 
     // As `fetch`, for a tile that reaches past the prefix or the item, or that lists a slot outside the
-    // pool.
-    __device__ __forceinline__ void fetch_any(const Item& item, int start, const Listed& listed,
-                                              bits16* tile, Place place) const {
-#pragma unroll
-        for (int i = 0; i < COPY_ROWS; ++i) {
-            const int row = place.copy_row + i * COPY_STEP;
+    // pool. Seldom, and short for that: it looks the slots up itself.
+    __device__ __forceinline__ void fetch_any(const Item& item, int start, bits16* tile,
+                                              Place place) const {
+#pragma unroll 1
+        for (int row = place.copy_row; row < TILE; row += COPY_STEP) {
             const int position = start + row;
             const bool present = position < item.end;
             const bool in_tree = present && position >= item.prefix;
             const bool separate = in_tree && out_cache_loc == nullptr;
-            long long slot = static_cast<long long>(listed[i]);
-            if (in_tree) {
-                const long long token = item.first_token + (position - item.prefix);
-                slot = separate ? token : out_cache_loc[token];
+            const long long token = item.first_token + (position - item.prefix);
+            long long slot = token;
+            if (!in_tree) {
+                slot = present ? kv_indices[item.first_index + position] : 0;
+            } else if (!separate) {
+                slot = out_cache_loc[token];
             }
             const int head = static_cast<int>(blockIdx.y);
             bits16* to = tile + place_of(row, place.copy_lane);

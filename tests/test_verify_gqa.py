@@ -15,16 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuverify
+from cuverify.benches import verify_gqa as bench
 from cuverify.buffers import read
 from cuverify.cases import Target
 from cuverify.cases.verify_gqa import CASE, SizedGqaBatch, VerifyGqaStep
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, CaseError, CheckerError
 from cuverify.gqa_batch import KEY_WIDTH, SM_SCALE, GqaBatch
+from cuverify.gqa_shapes import DFLASH_BLOCK, GRID, GqaShape, select_gqa
 from cuverify.kernel import Kernel
 from cuverify.listed_step import Capacity
 from cuverify.ops import verify_gqa as op
 from cuverify.ops.verify_gqa import (
+    COMPACT_VALUES,
     VALUES,
     GqaWorkspace,
     VerifyGqa,
@@ -329,6 +332,37 @@ def test_drawn_batches_of_the_case_on_a_gpu() -> None:
             assert wrong_in(CASE.step(batch, "torch-cuda")) == [], label
 
 
+# --- what is timed -------------------------------------------------------------------------------
+
+
+def test_shapes_read_as_they_are_called() -> None:
+    for shape in (*GRID, *DFLASH_BLOCK, GqaShape.parse("1x180k+15x1k:33@5x1")):
+        assert GqaShape.parse(shape.name) == shape
+    shape = GqaShape.parse("16x4k:block16@4x2")
+    assert (shape.batch, shape.drafts, shape.heads, shape.kv_heads) == (16, "block", 8, 2)
+    rows = 16 * (4096 + 16)
+    assert shape.bytes == rows * 2 * 2 * 256 + 16 * 16 * 8 * 2 * 256
+    assert shape.flops == 4 * 16 * 8 * rows * 128
+    assert select_gqa(["dflash_block", "1x4k:8@4x2"])[-1].group == 4
+    for name in ("1x4k:8", "1x4k:8@4", "1x4k:8@0x1", "grids"):
+        with pytest.raises(ArgumentError, match="shapes="):
+            select_gqa([name])
+
+
+def test_nothing_is_timed_without_a_gpu() -> None:
+    assert bench.run("cpu") == []
+    with pytest.raises(CaseError, match="shapes"):
+        bench.run("cpu", shapes=["1x4k"])
+
+
+@gpu
+def test_ours_and_torch_are_timed_behind_the_gate() -> None:
+    records = bench.run("cuda", shapes=["2x1k:5@3x2", "1x1k:block16@4x1"])
+    wrong = [record["error"] for record in records if isinstance(record["error"], str)]
+    assert wrong == []
+    assert len([record for record in records if record["op"] == "verify_gqa"]) == 2 * 4
+
+
 # --- planted bugs --------------------------------------------------------------------------------
 
 MUTANTS = [
@@ -372,9 +406,11 @@ def test_mutants_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch)
 # --- resources -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-def test_nothing_is_spilled_and_shared_memory_fits(arch: str) -> None:
-    for rows, values in VALUES.items():
+@pytest.mark.parametrize(
+    ("arch", "chosen"), [("sm_80", COMPACT_VALUES), ("sm_90", VALUES), ("sm_120", COMPACT_VALUES)]
+)
+def test_nothing_is_spilled_and_shared_memory_fits(arch: str, chosen: Any) -> None:
+    for rows, values in chosen.items():
         for kernel in verify_gqa_kernels(ROWS=rows, **values):
             resources = kernel.compile(arch).resources[kernel.name]
             spilled = resources.spill_store_bytes, resources.spill_load_bytes

@@ -161,13 +161,14 @@ class VerifyGqaCase:
 
     def kernels(self) -> Sequence[Kernel]:
         """Return the kernels of each row tile: groups of 8, 4 and 5, and 64-bit indices."""
-        from cuverify.ops.verify_gqa import VALUES, verify_gqa_kernels
+        from cuverify.ops.verify_gqa import COMPACT_VALUES, VALUES, verify_gqa_kernels
 
         return [
             *verify_gqa_kernels(GROUP=8, ROWS=16, **VALUES[16]),
             *verify_gqa_kernels(GROUP=4, ROWS=32, **VALUES[32]),
             *verify_gqa_kernels(GROUP=8, ROWS=64, **VALUES[64]),
             *verify_gqa_kernels(GROUP=5, ROWS=64, KV_INDEX="long long", **VALUES[64]),
+            *verify_gqa_kernels(GROUP=8, ROWS=64, **COMPACT_VALUES[64]),
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 12) -> Iterator[tuple[str, SizedGqaBatch]]:

@@ -23,6 +23,7 @@ from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
     HOST_CTAS,
+    RESERVED_SHARED,
     check_int,
     check_row_stride,
     check_words,
@@ -30,6 +31,7 @@ from cuverify.launching import (
     multiprocessors,
     number_of,
     resident_blocks,
+    shared_room,
 )
 from cuverify.ops.verify_plan import (
     MAX_TREE_TOKENS,
@@ -57,11 +59,35 @@ VALUES: Mapping[int, Mapping[str, int]] = {
 }
 """`-D` values of the text, by the query rows of a row tile."""
 
+COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
+    16: {"TILE": 64, "STAGES": 2},
+    32: {"TILE": 32},
+    64: {"TILE": 32},
+}
+"""The same where a multiprocessor does not have room for two blocks of those, as on sm_120."""
+
 PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32}
 """`-D` values of kernels_cu/verify_plan.cu for this text."""
 
 _THREADS = 128
 _COMBINE_CTAS_PER_MULTIPROCESSOR = 4
+
+
+def text_values(rows: int, device: str | None) -> Mapping[str, int]:
+    """Return the `-D` values of the text for a row tile.
+
+    Parameters
+    ----------
+    rows : int
+        Of `ROW_TILES`.
+    device : str or None
+        As torch names it; ``cpu`` or None for the host lane.
+    """
+    if device in (None, "cpu"):
+        return VALUES[rows]
+    partials, _ = verify_gqa_kernels(ROWS=rows, **VALUES[rows])
+    two = 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED)
+    return VALUES[rows] if two <= shared_room(device) else COMPACT_VALUES[rows]
 
 
 def row_tile(group: int, max_tree_tokens: int) -> int:
@@ -134,7 +160,8 @@ def plan_verify_gqa(
     if workspace is None:
         if num_ctas is None:
             device = tensor_of("seq_lens", seq_lens).device
-            partials, _ = verify_gqa_kernels(GROUP=group, ROWS=rows, **VALUES[rows])
+            chosen = text_values(rows, device)
+            partials, _ = verify_gqa_kernels(GROUP=group, ROWS=rows, **chosen)
             blocks = resident_blocks(partials, device)
             num_ctas = HOST_CTAS if blocks is None else max(1, blocks // kv_heads)
         workspace = PlanWorkspace.allocate(
@@ -225,7 +252,7 @@ class VerifyGqa:
     combine_ctas : int, optional
         Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
     values : mapping of str to int, optional
-        `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `VALUES`.
+        `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
 
     Attributes
     ----------
@@ -349,10 +376,11 @@ class VerifyGqa:
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
-        partials, combine = verify_gqa_kernels(**{**VALUES[rows], **chosen, **(values or {})})
+        chosen = {**text_values(rows, device), **(values or {}), **chosen}
+        partials, combine = verify_gqa_kernels(**chosen)
         extends: list[Any] = []
-        for given, tensor in zip((k_extend, v_extend), drafts * 2, strict=False):
-            extends += [given, *(tensor.strides[:2] if given is not None else (0, 0))]
+        for owner, tensor in zip((k_extend, v_extend), drafts * 2, strict=False):
+            extends += [owner, *(tensor.strides[:2] if owner is not None else (0, 0))]
         buffers = plan.workspace
         self.partials = partials.bind(
             (plan.num_ctas, kv_heads), _THREADS,
