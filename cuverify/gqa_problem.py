@@ -26,19 +26,22 @@ if TYPE_CHECKING:
     from cuverify.reference.verify_attention import Attention
 
 _POOL_BYTES = 2 << 30
-_COPIES = 16
 
 
 class GqaProblem:
-    """One shape's tensors, all on the current CUDA device.
+    """One shape's tensors, all on one device.
 
     Parameters
     ----------
     shape : GqaShape
     seed : int
         Of values, slots and trees.
+    slots : int, optional
+        Slots of the pools; those of 2 GB, or as many as the shape needs, if absent.
     copies : int, optional
-        As many as find slots of their own in 2 GB, up to 16, if absent.
+        As many as find slots of their own, up to 16, if absent.
+    device : str
+        As torch names it.
 
     Attributes
     ----------
@@ -55,28 +58,37 @@ class GqaProblem:
     sm_scale : float
     """
 
-    def __init__(self, shape: GqaShape, *, seed: int = 0, copies: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: GqaShape,
+        *,
+        seed: int = 0,
+        slots: int | None = None,
+        copies: int | None = None,
+        device: str = "cuda",
+    ) -> None:
         import torch
 
         self.shape, self.sm_scale = shape, float(SM_SCALE)
-        slots = max(shape.rows, _POOL_BYTES // shape.row_bytes)
-        self.copies = min(_COPIES, slots // shape.rows) if copies is None else copies
-        generator = torch.Generator(device="cuda").manual_seed(seed + shape.rows)
+        if slots is None:
+            slots = max(shape.rows, _POOL_BYTES // shape.row_bytes)
+        self.copies = shape.copies(slots) if copies is None else copies
+        generator = torch.Generator(device=device).manual_seed(seed + shape.rows)
 
         def noise(*size: int) -> Any:
-            return torch.randn(size, generator=generator, device="cuda")
+            return torch.randn(size, generator=generator, device=device)
 
         queries = noise(shape.tokens, shape.heads, HEAD_DIM)
         queries /= self.sm_scale * (HEAD_DIM - 1) ** 0.5
         queries[..., -1] = HANDLE
         self.q = queries.bfloat16()
         rows = noise(2, shape.rows, shape.kv_heads, HEAD_DIM).bfloat16()
-        lift = torch.from_numpy(score_lift(shape, seed)).cuda() / (HANDLE * self.sm_scale)
+        lift = torch.from_numpy(score_lift(shape, seed)).to(device) / (HANDLE * self.sm_scale)
         rows[0, :, :, -1] = lift.bfloat16()[:, None]
         self.pools = torch.full(
-            (2, slots, shape.kv_heads, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device="cuda"
+            (2, slots, shape.kv_heads, HEAD_DIM), float("nan"), dtype=torch.bfloat16, device=device
         )
-        order = torch.randperm(slots, generator=generator, device="cuda")
+        order = torch.randperm(slots, generator=generator, device=device)
         taken = order[: self.copies * shape.rows].view(self.copies, shape.rows)
         for copy in taken:
             self.pools[:, copy] = rows
@@ -84,11 +96,11 @@ class GqaProblem:
         self.draft_slots = [copy[shape.prefix_rows :].contiguous() for copy in taken]
 
         self.sees = draft_masks(shape, seed)
-        self.visible = torch.from_numpy(mask_words(self.sees).view(np.int64)).cuda()
+        self.visible = torch.from_numpy(mask_words(self.sees).view(np.int64)).to(device)
         self._qo_indptr = np.arange(shape.batch + 1) * shape.tree
         self._kv_indptr = np.cumsum((0, *shape.prefixes))
         self.seq_lens, self.qo_indptr, self.kv_indptr = (
-            torch.from_numpy(np.asarray(values, np.int32)).cuda()
+            torch.from_numpy(np.asarray(values, np.int32)).to(device)
             for values in (shape.prefixes, self._qo_indptr, self._kv_indptr)
         )
 
@@ -125,7 +137,7 @@ class GqaProblem:
             kv_indices=self.prefix_slots[0],
             visible=self.visible,
             draft_slots=self.draft_slots[0],
-            attend=functools.partial(torch_oracle.attend, exact=exact),
+            attend=functools.partial(torch_oracle.attend, exact=exact, device=self.q.device.type),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuverify
+from cuverify import gqa_problem
+from cuverify.bench import Timing
 from cuverify.benches import verify_gqa as bench
 from cuverify.buffers import read
 from cuverify.cases import Target
 from cuverify.cases.verify_gqa import CASE, SizedGqaBatch, VerifyGqaStep
+from cuverify.ceilings import Ceilings
+from cuverify.comparison import READING
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, CaseError, CheckerError
 from cuverify.gqa_batch import KEY_WIDTH, SM_SCALE, GqaBatch
+from cuverify.gqa_problem import GqaProblem, OwnGqa
 from cuverify.gqa_shapes import DFLASH_BLOCK, GRID, GqaShape, select_gqa
 from cuverify.kernel import Kernel
 from cuverify.listed_step import Capacity
@@ -36,6 +43,7 @@ from cuverify.ops.verify_gqa import (
     verify_gqa_kernels,
 )
 from cuverify.ops.verify_plan import VerifyPlan
+from cuverify.peers.torch_gqa import PEERS
 from cuverify.reference.verify_gqa import verify_gqa as oracle
 from cuverify.sources import KernelSource
 from cuverify.strategies import examples, verify_batches
@@ -44,6 +52,9 @@ from cuverify.verify_shapes import Drafts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_steps import FINE, batch_of, bf16
+
+GROUPS = (4, 8, 5, 7, 1, 2)
+"""Of the kinds of batches that the case draws."""
 
 gpu = pytest.mark.gpu
 both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
@@ -109,7 +120,7 @@ def test_a_group_that_divides_no_row_tile(xp: Target) -> None:
 @gpu
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 7, 8, 16, 32])
 def test_other_groups_on_a_gpu(group: int) -> None:
-    for tree in (1, 8, 33):
+    for tree in (1, 33):
         batch = sized([300, 65], [tree, tree], group=group, kv_heads=2, heads=32)
         assert_right(batch, "torch-cuda", num_ctas=16)
 
@@ -125,6 +136,11 @@ def test_any_number_of_pieces(num_ctas: int, xp: Target) -> None:
 def test_pieces_that_warps_merge_together(xp: Target) -> None:
     how: dict[str, Any] = {"num_ctas": 40, "combine_ctas": 2}
     assert_right(sized([1300], [3]), xp, values={"COMBINE_THREADS": 64, "COMBINE_UNROLL": 1}, **how)
+
+
+@both_lanes
+def test_the_text_for_little_shared_memory(xp: Target) -> None:
+    assert_right(sized([150, 40], [9, 12]), xp, values=COMPACT_VALUES[64])
 
 
 @both_lanes
@@ -326,10 +342,13 @@ def test_drawn_batches(base: Any, num_ctas: int, kv_heads: int) -> None:
 
 
 @gpu
-def test_drawn_batches_of_the_case_on_a_gpu() -> None:
-    for label, batch in CASE.device_batches(seed=3, examples=18):
-        if label.startswith("drawn"):
-            assert wrong_in(CASE.step(batch, "torch-cuda")) == [], label
+@pytest.mark.parametrize("kind", range(6))
+def test_drawn_batches_of_the_case_on_a_gpu(kind: int) -> None:
+    pairs = CASE.device_batches(seed=3, examples=24)
+    drawn = [pair for pair in itertools.islice(pairs, 24) if pair[1].batch.group == GROUPS[kind]]
+    assert len(drawn) == 4
+    for label, batch in drawn[:3]:
+        assert wrong_in(CASE.step(batch, "torch-cuda")) == [], label
 
 
 # --- what is timed -------------------------------------------------------------------------------
@@ -353,6 +372,25 @@ def test_nothing_is_timed_without_a_gpu() -> None:
     assert bench.run("cpu") == []
     with pytest.raises(CaseError, match="shapes"):
         bench.run("cpu", shapes=["1x4k"])
+
+
+@pytest.mark.parametrize("name", ["2x40:5@4x3", "1x33:block16@4x1"])
+def test_what_is_timed_passes_the_gate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = functools.partial(GqaProblem, slots=300, device="cpu")
+    monkeypatch.setattr(gqa_problem, "GqaProblem", on_cpu)
+    monkeypatch.setattr(bench, "time_copies", lambda steps, repeats: Timing(1.0, 0.0, repeats))
+    records = list(bench.attention(GqaShape.parse(name), Ceilings(4e12, 4e12, 8e14)))
+    assert [record["error"] for record in records if isinstance(record["error"], str)] == []
+    assert [record["peer"] for record in records] == [READING, None, *PEERS]
+    assert {record["shape"]["name"] for record in records} == {name}
+
+
+def test_a_wrong_bit_is_not_timed() -> None:
+    problem = GqaProblem(GqaShape.parse("1x33:8@4x1"), slots=300, device="cpu")
+    own = OwnGqa.of(problem)
+    assert own.judge() is None
+    problem.visible[0, 0] ^= 2  # the root sees its first child
+    assert "out[0, " in str(own.judge())
 
 
 @gpu

@@ -61,12 +61,12 @@ VALUES: Mapping[int, Mapping[str, int]] = {
 
 COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
     16: {"TILE": 64, "STAGES": 2},
-    32: {"TILE": 32},
-    64: {"TILE": 32},
+    32: {"TILE": 32, "STAGES": 2},
+    64: {"TILE": 32, "STAGES": 2},
 }
 """The same where a multiprocessor does not have room for two blocks of those, as on sm_120."""
 
-PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32}
+PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32, "ROOT_HALVES": 2}
 """`-D` values of kernels_cu/verify_plan.cu for this text."""
 
 _THREADS = 128

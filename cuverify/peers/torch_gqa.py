@@ -29,7 +29,7 @@ def prepare_bmm(problem: GqaProblem) -> Prepared:
     parts = _Parts(problem)
     hidden = parts.hidden.expand(-1, parts.kv_heads, -1, -1)
     hidden = hidden[..., parts.prefix :].reshape(len(parts.queries), parts.rows, -1)
-    nothing = torch.zeros((), dtype=torch.bfloat16, device="cuda")
+    nothing = torch.zeros((), dtype=torch.bfloat16, device=problem.q.device)
 
     def attend(keys: Any, values: Any) -> Any:
         scores = torch.baddbmm(nothing, parts.queries, keys.mT, beta=0, alpha=problem.sm_scale)
@@ -70,7 +70,7 @@ class _Parts:
     def __init__(self, problem: GqaProblem) -> None:
         import torch
 
-        shape = problem.shape
+        shape, device = problem.shape, problem.q.device
         self.batch, self.prefix, self.kv_heads = shape.batch, shape.prefixes[0], shape.kv_heads
         drafts = -(-(self.prefix + shape.tree) // _ALIGNED) * _ALIGNED - self.prefix
         keys = self.prefix + drafts
@@ -78,8 +78,8 @@ class _Parts:
         by_head = (self.batch, shape.tree, self.kv_heads, shape.group, HEAD_DIM)
         queries = problem.q.view(by_head).transpose(1, 2)
         self.queries = queries.reshape(self.batch * self.kv_heads, self.rows, HEAD_DIM)
-        sees = torch.from_numpy(np.stack(problem.sees)).cuda()
-        hidden = torch.zeros((self.batch, shape.tree, keys), dtype=torch.bfloat16, device="cuda")
+        sees = torch.from_numpy(np.stack(problem.sees)).to(device)
+        hidden = torch.zeros((self.batch, shape.tree, keys), dtype=torch.bfloat16, device=device)
         hidden[..., self.prefix :] = -torch.inf
         hidden[..., self.prefix : self.prefix + shape.tree].masked_fill_(sees, 0.0)
         self.hidden = hidden.repeat_interleave(shape.group, dim=1)[:, None]
@@ -87,7 +87,7 @@ class _Parts:
         self.out = problem.new_output()
         # the same memory, in the order in which the heads were attended to
         self.result = self.out.view(by_head).transpose(1, 2)
-        heads = torch.arange(self.kv_heads, device="cuda")[:, None]
+        heads = torch.arange(self.kv_heads, device=device)[:, None]
         self.indices = []
         for prefix, fresh in zip(problem.prefix_slots, problem.draft_slots, strict=True):
             slots = fresh.new_zeros((self.batch, 1, keys))
