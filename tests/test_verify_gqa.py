@@ -141,8 +141,8 @@ def test_any_number_of_pieces(num_ctas: int, xp: Target) -> None:
 
 @both_lanes
 def test_pieces_that_warps_merge_together(xp: Target) -> None:
-    how: dict[str, Any] = {"num_ctas": 40, "combine_ctas": 2}
-    assert_right(sized([1300], [3]), xp, values={"COMBINE_THREADS": 64, "COMBINE_UNROLL": 1}, **how)
+    step = assert_right(sized([700], [3]), xp, num_ctas=20, combine_ctas=2)
+    assert read(step.plan.workspace.work)[:, 5].max() > 12
 
 
 @both_lanes
@@ -260,14 +260,13 @@ def test_the_same_launches_follow_other_inputs(xp: Target) -> None:
     batches = [SizedGqaBatch(GqaBatch(base, 4, 2), size) for base in bases]
     step = VerifyGqaStep(batches[0], xp, num_ctas=6)
     replay = captured(step) if xp == "torch-cuda" else None
-    for batch in (*batches, *reversed(batches)):
+    seen: list[list[Any]] = []
+    for batch in (*batches, batches[0]):
         step.refill(batch)
         assert wrong_in(step, replay) == [], batch
-        first = outputs(step)
-        step.poison()
-        run(step, replay)
-        for one, other in zip(first, outputs(step), strict=True):
-            np.testing.assert_array_equal(one, other)
+        seen.append(outputs(step))
+    for one, other in zip(seen[0], seen[-1], strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def captured(step: VerifyGqaStep) -> Any:
