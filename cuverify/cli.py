@@ -343,7 +343,8 @@ def compile_command(
 @click.option(
     "--shapes",
     metavar="SHAPES",
-    help="Of verify_attention: sets, patterns and names by commas, such as grid,16x1k:33.",
+    help="Of attention: sets, patterns and names by commas, such as grid,16x1k:33; "
+    "of verify_gqa with heads, such as 1x64k:8@4x2.",
 )
 @click.option("--peers", metavar="NAMES", help="Patterns by commas, or 'none'; all when absent.")
 @click.option(
@@ -374,7 +375,8 @@ def bench(
     """Time kernels whose result was checked first.
 
     Options beyond the device are for those OPs that take them, verify_attention above all. Sets of
-    its shapes are all, grid, wide, ragged, block, heads and stored.
+    its shapes are all, grid, wide, ragged, block, heads and stored; of verify_gqa's all, grid and
+    dflash_block.
     """
     from cuverify.bench import run_benchmarks
 

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 HOST_CTAS = 2
 """Blocks on the host lane, where nothing else is said."""
 
+MAX_WORDS = 4
+"""Most visibility words of a tree token: 256 tokens."""
+
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the system takes of each block."""
+
+_PIECE_BYTES = 16  # of one access
 _CTYPES = {"int32": "int", "int64": "long long"}
 
 
@@ -34,6 +41,25 @@ def capability(device: str | None) -> tuple[int, int] | None:
 
     major, minor = torch.cuda.get_device_capability(device)
     return int(major), int(minor)
+
+
+def resident_blocks(kernel: Kernel, device: str | None) -> int | None:
+    """Return how many blocks of a kernel a CUDA device is to hold at once; None for the CPU.
+
+    As many a multiprocessor as the text's ``RESIDENT`` says, if its shared memory holds them.
+    """
+    count = multiprocessors(device)
+    if count is None:
+        return None
+    room = shared_room(device) // ((kernel.declared_shared() or 0) + RESERVED_SHARED)
+    return count * max(1, min(number_of(kernel, "RESIDENT"), room))
+
+
+def shared_room(device: str | None) -> int:
+    """Return the bytes of shared memory that a multiprocessor has for all of its blocks."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocessor: int) -> int:
@@ -92,3 +118,32 @@ def check_int(name: str, value: object, low: int, high: int, what: str) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ArgumentError(name, value, f"wants {low} to {high} {what}")
+
+
+def check_row_stride(tensor: Tensor, axis: int, what: str) -> None:
+    """Raise unless the rows along an axis are whole 16-byte pieces apart.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the tensor and the distance; `what` are the rows.
+    """
+    distance = tensor.strides[axis] * tensor.itemsize
+    if distance % _PIECE_BYTES and tensor.shape[axis] > 1:
+        raise wrong(tensor, f"{what} are {distance} bytes apart, which is no multiple of 16")
+
+
+def check_words(visible: Tensor, max_tree_tokens: int) -> None:
+    """Raise unless visibility words [tokens, words] hold trees of so many tokens.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the tensor and what it has.
+    """
+    if len(visible.shape) != 2 or not 1 <= visible.shape[1] <= MAX_WORDS:
+        wanted = f"wants [tokens, words] with 1 to {MAX_WORDS} words"
+        raise wrong(visible, f"has shape {list(visible.shape)}; {wanted}")
+    if visible.shape[1] * 64 < max_tree_tokens:
+        has = f"is too short: {visible.shape[1]} words hold {visible.shape[1] * 64} bits"
+        raise wrong(visible, f"{has}, the plan's trees have up to {max_tree_tokens} tokens")

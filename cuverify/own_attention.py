@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cuverify.verify_shapes import LATENT, ROPE
 from cuverify.verify_variants import choose_variant
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from cuverify.narrow import Narrow
     from cuverify.ops.verify_attention import Element, VerifyAttention
     from cuverify.ops.verify_plan import VerifyPlan
-    from cuverify.verify_problem import Problem
+    from cuverify.reference.verify_attention import Attention
+    from cuverify.verify_problem import DeviceBounds, Problem
     from cuverify.verify_variants import VariantName
 
 
@@ -147,45 +148,8 @@ class OwnAttention:
         return cls(problem, layers, out, lse, whole, int(workspace.work[:, 5].max()))
 
     def judge(self) -> str | None:
-        """Return what is wrong, None if nothing is.
-
-        The first copy is held against the float64 reference within the published bounds. All others
-        hold the same rows elsewhere: they must give the same bits.
-        """
-        import torch
-
-        first: tuple[Any, Any] | None = None
-        for number, layer in enumerate(self.layers):
-            self.out.fill_(float("nan"))
-            self.lse.fill_(float("nan"))
-            layer()
-            if first is None:
-                if not self._within_bounds():
-                    return self._mismatch()
-                first = self.out.clone(), self.lse.clone()
-            elif not (torch.equal(self.out, first[0]) and torch.equal(self.lse, first[1])):
-                return f"the same rows at other slots (copy {number}) give other bits"
-        return None
-
-    def _within_bounds(self) -> bool:
-        """Whether all is right, found on the device: the host takes seconds for a large batch."""
-        bounds = self.problem.bounds
-        error = (self.out.double() - bounds.out).abs()
-        lse_error = (self.lse.double() - bounds.lse).abs()
-        return bool(
-            (error <= bounds.out_atol).all()
-            & (error.square().mean(dim=-1).sqrt() <= bounds.out_rms).all()
-            & (lse_error <= bounds.lse_atol).all()
-        )
-
-    def _mismatch(self) -> str:
-        from cuverify.tolerances import attention_bounds
-        from cuverify.validators.compare import compare_all, host_array
-
-        found = {"out": host_array(self.out), "lse": host_array(self.lse)}
-        bounds = attention_bounds(self.problem.exact, self.problem.baseline)
-        wrong = compare_all(found, bounds)
-        return str(wrong[0]) if wrong else "out or lse is just beyond its bound"
+        """Return what is wrong, None if nothing is; see `judge_copies`."""
+        return judge_copies(self.layers, self.out, self.lse, self.problem)
 
     def judge_plan(self) -> str | None:
         """Make the plan anew over poisoned buffers, and return what is wrong, None if nothing is.
@@ -205,3 +169,52 @@ class OwnAttention:
         if not torch.equal(self.plan.kv_indices, self.problem.prefix_slots[0]):
             return "kv_indices are not the slots of the table"
         return None
+
+
+class Judged(Protocol):
+    """A problem whose right results are known."""
+
+    @property
+    def exact(self) -> Attention:
+        """In float64."""
+
+    @property
+    def baseline(self) -> Attention:
+        """Plain torch's, in the outputs' dtype."""
+
+    @property
+    def bounds(self) -> DeviceBounds:
+        """What each result may be off by."""
+
+
+def judge_copies(
+    layers: Sequence[Callable[[], None]], out: Any, lse: Any, problem: Judged
+) -> str | None:
+    """Run copies of a step, all with the same outputs; return what is wrong, None if nothing is.
+
+    The first copy is held against the float64 reference within the published bounds. All others
+    hold the same rows elsewhere: they must give the same bits.
+    """
+    import torch
+
+    first: tuple[Any, Any] | None = None
+    for number, layer in enumerate(layers):
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        layer()
+        if first is None:
+            if not problem.bounds.hold(out, lse):
+                return _mismatch(out, lse, problem)
+            first = out.clone(), lse.clone()
+        elif not (torch.equal(out, first[0]) and torch.equal(lse, first[1])):
+            return f"the same rows at other slots (copy {number}) give other bits"
+    return None
+
+
+def _mismatch(out: Any, lse: Any, problem: Judged) -> str:
+    from cuverify.tolerances import attention_bounds
+    from cuverify.validators.compare import compare_all, host_array
+
+    found = {"out": host_array(out), "lse": host_array(lse)}
+    wrong = compare_all(found, attention_bounds(problem.exact, problem.baseline))
+    return str(wrong[0]) if wrong else "out or lse is just beyond its bound"

@@ -52,7 +52,7 @@ def verify_attention(
     Attention
         On the host.
     """
-    return _attention(
+    return _latent_attention(
         q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
         draft_slots, kv_scale, device, exact=True,
     )  # fmt: skip
@@ -84,13 +84,13 @@ def baseline_attention(
     Attention
         The rounded output and the float32 log-sum-exp, held in float64; `spread` as in the oracle.
     """
-    return _attention(
+    return _latent_attention(
         q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
         draft_slots, kv_scale, device, exact=False,
     )  # fmt: skip
 
 
-def _attention(
+def _latent_attention(
     q: Any,
     pool: Any,
     latent: int,
@@ -106,17 +106,73 @@ def _attention(
     *,
     exact: bool,
 ) -> Attention:
+    rows = _stored(pool, device)
+    rows = rows.reshape(len(rows), rows.shape[-1])
+    drafts = None if draft_kv is None else _stored(draft_kv, device)
+    return attend(
+        q,
+        rows,
+        rows[:, :latent],
+        sm_scale=sm_scale,
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        visible=visible,
+        draft_keys=drafts,
+        draft_values=None if drafts is None else drafts[:, :latent],
+        draft_slots=draft_slots,
+        kv_scale=kv_scale,
+        device=device,
+        exact=exact,
+    )
+
+
+def attend(
+    q: Any,
+    keys: Any,
+    values: Any,
+    *,
+    sm_scale: float,
+    qo_indptr: NDArray[Any],
+    kv_indptr: NDArray[Any],
+    kv_indices: Any,
+    visible: Any,
+    draft_keys: Any = None,
+    draft_values: Any = None,
+    draft_slots: Any = None,
+    kv_scale: float = 1.0,
+    device: str = "cuda",
+    exact: bool = True,
+) -> Attention:
+    """Compute what `cuverify.reference.verify_attention.attend` does, in torch.
+
+    Parameters
+    ----------
+    q, keys, values, kv_indices, visible, draft_keys, draft_values, draft_slots
+        As there; numpy arrays, or torch tensors of which those on `device` are not copied.
+    sm_scale, qo_indptr, kv_indptr, kv_scale
+        As there, on the host.
+    device : str
+        Where to compute. Waits for it.
+    exact : bool
+        In float64, or else as `baseline_attention` does.
+
+    Returns
+    -------
+    Attention
+        On the host.
+    """
     import torch
 
-    if (draft_kv is None) == (draft_slots is None):
-        raise ArgumentError("draft_kv", draft_kv, "give either it or draft_slots")
-    queries, rows = _stored(q, device), _stored(pool, device)
-    rows = rows.reshape(len(rows), rows.shape[-1])
+    if (draft_keys is None) == (draft_slots is None):
+        raise ArgumentError("draft_kv", draft_keys, "give either it or draft_slots")
+    queries = _stored(q, device)
+    pools = [_stored(keys, device), _stored(values, device)]
     slots, words = _integers(kv_indices, device), _integers(visible, device)
     wide = torch.float64 if exact else torch.float32
     tokens, heads = queries.shape[:2]
     # not zeros on the device in one piece and copied later: a large batch's output is large
-    out = np.zeros((tokens, heads, latent))
+    out = np.zeros((tokens, heads, pools[1].shape[1]))
     lse = np.full((tokens, heads), -np.inf)
     spread = np.zeros((tokens, heads))
     for request in range(len(qo_indptr) - 1):
@@ -124,24 +180,29 @@ def _attention(
         if first == end:
             continue
         prefix = slots[int(kv_indptr[request]) : int(kv_indptr[request + 1])].long()
-        if draft_kv is None:
-            slots_of_tree = _integers(draft_slots, device)[first:end].long()
-            drafts = _numbers(rows[slots_of_tree], wide, kv_scale)
+        if draft_keys is None:
+            fresh = _integers(draft_slots, device)[first:end].long()
+            drafts = [_numbers(pool[fresh], wide, kv_scale) for pool in pools]
         else:
-            drafts = _stored(draft_kv, device)[first:end].to(wide)
-        keys = torch.cat([_numbers(rows[prefix], wide, kv_scale), drafts])
-        sees = torch.ones((end - first, len(keys)), dtype=torch.bool, device=device)
+            drafts = [
+                _stored(rows, device)[first:end].to(wide) for rows in (draft_keys, draft_values)
+            ]
+        seen_keys, seen_values = (
+            torch.cat([_numbers(pool[prefix], wide, kv_scale), rows])
+            for pool, rows in zip(pools, drafts, strict=True)
+        )
+        sees = torch.ones((end - first, len(seen_keys)), dtype=torch.bool, device=device)
         node = torch.arange(end - first, device=device)
         # node 63 is the sign bit: an arithmetic shift smears it, and the mask drops the smear
         sees[:, len(prefix) :] = (words[first:end, node >> 6] >> (node & 63)) & 1 == 1
-        for at, chunk in _chunks(first, end, heads * len(keys), device):
-            part = _rows(queries[at], keys, sees[chunk], latent, sm_scale, exact=exact)
+        for at, chunk in _chunks(first, end, heads * len(seen_keys), device):
+            part = _rows(queries[at], seen_keys, seen_values, sees[chunk], sm_scale, exact=exact)
             out[at], lse[at], spread[at] = (x.double().cpu().numpy() for x in part)
     return Attention(out, lse, spread)
 
 
 def _rows(
-    queries: Any, keys: Any, sees: Any, latent: int, sm_scale: float, *, exact: bool
+    queries: Any, keys: Any, values: Any, sees: Any, sm_scale: float, *, exact: bool
 ) -> tuple[Any, Any, Any]:
     """Return output, log-sum-exp and spread of some tokens [n, H, D], all keys at once."""
     import torch
@@ -153,11 +214,10 @@ def _rows(
     lse = torch.logsumexp(scores, dim=2)
     none = torch.isneginf(lse)
     weights = torch.exp(scores - lse.masked_fill(none, 0.0)[:, :, None])
-    values = keys[:, :latent]
     spread = (weights.square() @ values.square().mean(dim=1)).sqrt()
     if not exact:
         weights = weights.to(rounded).to(keys.dtype)
-    out = (weights.view(nodes * heads, -1) @ values).view(nodes, heads, latent)
+    out = (weights.view(nodes * heads, -1) @ values).view(nodes, heads, -1)
     return out if exact else out.to(rounded), lse, spread
 
 

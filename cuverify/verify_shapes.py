@@ -62,6 +62,10 @@ class Shape:
             raise ArgumentError("tree", self.tree, "a tree has at least its root")
         if self.drafts not in get_args(Drafts):
             raise ArgumentError("drafts", self.drafts, f"must be one of {get_args(Drafts)}")
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raise if a rank cannot have so many query heads."""
         if self.heads < 8 or self.heads % 8:
             raise ArgumentError("heads", self.heads, "must be a multiple of 8")
         if self.stored not in get_args(Stored):

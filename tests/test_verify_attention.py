@@ -23,7 +23,7 @@ from cuverify.ops.verify_attention import (
     verify_attention_kernels,
     verify_workspace,
 )
-from cuverify.ops.verify_plan import VerifyPlan, plan_workspace
+from cuverify.ops.verify_plan import VerifyPlan
 from cuverify.strategies import ELEMENTS, examples, verify_batches
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import VerifyBatch
@@ -732,4 +732,4 @@ def test_sizes_of_the_workspace_are_checked() -> None:
         ((1, 8, 8, 0), "num_ctas=0"),
     ):
         with pytest.raises(ArgumentError, match=says):
-            plan_workspace(*sizes)
+            verify_workspace(*sizes)

@@ -14,10 +14,11 @@ from cuverify.validators.compare import compare_all, host_array
 from cuverify.cases import Target, draw
 from cuverify.cases import verify_attention as attention
 from cuverify.cases import verify_plan as planning
-from cuverify.cases.verify_attention import Capacity, SizedBatch, VerifyAttentionStep
+from cuverify.cases.verify_attention import SizedBatch, VerifyAttentionStep
 from cuverify.ceilings import read_step
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.kv_layout import KvLayout
+from cuverify.listed_step import Capacity
 from cuverify.static_buffers import fill, static_buffer, write
 from cuverify.strategies import drawn, verify_batches
 from cuverify.tree import DraftTree

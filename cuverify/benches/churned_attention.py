@@ -26,9 +26,10 @@ def run(device: str) -> list[dict[str, Any]]:
         return []
     import torch
 
-    from cuverify.cases.verify_attention import Capacity, SizedBatch, VerifyAttentionStep
+    from cuverify.cases.verify_attention import SizedBatch, VerifyAttentionStep
     from cuverify.ceilings import read_step
     from cuverify.kv_layout import KvLayout
+    from cuverify.listed_step import Capacity
     from cuverify.relocation_study import TRACES, TREE, churned
     from cuverify.validators.compare import compare, host_array
     from cuverify.verify_batch import VerifyBatch

@@ -85,19 +85,15 @@ class _Judge:
         return self.wrong
 
     def _judge(self, batch: Any) -> None:
-        from cuverify.cases.verify_attention import (
-            Capacity,
-            SizedBatch,
-            VerifyAttentionStep,
-            kernel_inputs,
-        )
+        from cuverify.cases.verify_attention import SizedBatch, VerifyAttentionStep, kernel_inputs
+        from cuverify.listed_step import Capacity
         from cuverify.reference.verify_attention import verify_attention
         from cuverify.tolerances import attention_bounds
         from cuverify.validators.compare import compare_all, host_array
 
         rows = PREFIX + TREE_TOKENS
         # a pool is drawn up to twice as large as it must be, a table up to two rows and 16 wider
-        size = Capacity(1, TREE_TOKENS, 2 * (rows + 1), PREFIX, 1, (4, rows + 16))
+        size = Capacity(1, TREE_TOKENS, 2 * (rows + 1), PREFIX, 1, TREE_TOKENS, (4, rows + 16))
         sized = SizedBatch(batch, size)
         if self.step is None:
             self.step = VerifyAttentionStep(

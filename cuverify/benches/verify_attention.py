@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cuverify.bench import Record, Timing, gated, one_line, time_copies
 from cuverify.comparison import READING
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from cuverify.ceilings import Ceilings
     from cuverify.peers import Missing, Peer, Prepared
     from cuverify.verify_problem import Problem
+
+AnyShape = TypeVar("AnyShape", bound=Shape)
 
 PORTABLE = "verify_attention, portable"
 OP, PLAN, CEILINGS = "verify_attention", "verify_attention, plan", "ceilings"
@@ -121,10 +123,11 @@ def ceiling_records(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
 
 
 def within(
-    shapes: Sequence[Shape],
-    measure: Callable[[Shape], Iterator[dict[str, Any]]],
+    shapes: Sequence[AnyShape],
+    measure: Callable[[AnyShape], Iterator[dict[str, Any]]],
     seconds: float | None,
     elapsed: Callable[[], float],
+    op: str = OP,
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of shapes until the time is spent or the device is lost.
 
@@ -137,6 +140,8 @@ def within(
         No shape is begun when so many have passed.
     elapsed : callable
         The seconds that have passed.
+    op : str
+        Of a record that has no time.
 
     Yields
     ------
@@ -145,20 +150,20 @@ def within(
     """
     for number, shape in enumerate(shapes):
         if seconds is not None and elapsed() >= seconds:
-            yield _left(shapes[number:], f"the {seconds:g} seconds were spent")
+            yield _left(op, shapes[number:], f"the {seconds:g} seconds were spent")
             return
         try:
             yield from measure(shape)
         except Exception as error:
-            yield Record(OP, facts(shape), error=one_line(error)).to_json()
+            yield Record(op, facts(shape), error=one_line(error)).to_json()
             if _device_is_lost():
-                yield _left(shapes[number + 1 :], "the device was lost")
+                yield _left(op, shapes[number + 1 :], "the device was lost")
                 return
 
 
-def _left(shapes: Sequence[Shape], why: str) -> dict[str, Any]:
+def _left(op: str, shapes: Sequence[AnyShape], why: str) -> dict[str, Any]:
     listed = " ".join(shape.name for shape in shapes)
-    return Record(OP, {"left out": len(shapes)}, error=f"{why}; not measured: {listed}").to_json()
+    return Record(op, {"left out": len(shapes)}, error=f"{why}; not measured: {listed}").to_json()
 
 
 def absent(peer: str, reason: str) -> dict[str, Any]:

@@ -7,14 +7,12 @@ index list is made by the plan from the request-to-token table.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cuverify.errors import CaseError
+from cuverify.listed_step import NAN, NO_SLOT, Capacity, ListedStep
 from cuverify.narrow import STORED
 from cuverify.reference import verify_attention as oracle
 from cuverify.static_buffers import fill, static_buffer, write
@@ -31,48 +29,7 @@ if TYPE_CHECKING:
 NUMPY_FLOPS = 10e9
 """Operations of a batch beyond which the oracle is torch on the GPU, where there is one."""
 
-_NAN = float("nan")
 _HOST_CTAS = 4
-_GUARD = 8  # columns behind each token's outputs; nobody may write them
-_NO_SLOT = -1
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Sizes of the buffers that several batches share.
-
-    Attributes
-    ----------
-    requests, tokens, slots, listed, words : int
-        B, N, slots of the pool, length of the index list, visibility words of a token.
-    table : tuple of int
-        Rows and width of the request-to-token table.
-    """
-
-    requests: int
-    tokens: int
-    slots: int
-    listed: int
-    words: int
-    table: tuple[int, int]
-
-    @classmethod
-    def of(cls, batches: Iterable[VerifyBatch]) -> Capacity:
-        """Return what holds the largest of some batches, each filled up with padded requests."""
-        batches = list(batches)
-        requests = max(batch.num_requests for batch in batches)
-        tables = [batch.layout.req_to_token.shape for batch in batches]
-        return cls(
-            requests,
-            max(batch.num_tokens + requests - batch.num_requests for batch in batches),
-            max(batch.layout.num_slots for batch in batches),
-            max(
-                int(batch.layout.seq_lens.sum()) + requests - batch.num_requests
-                for batch in batches
-            ),
-            max(batch.num_words for batch in batches),
-            (max(rows for rows, _ in tables), max(width for _, width in tables)),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +43,7 @@ class SizedBatch:
         return repr(self.batch)
 
 
-class VerifyAttentionStep:
+class VerifyAttentionStep(ListedStep):
     """A verify step with buffers of its own, on the host lane or on the current CUDA device.
 
     Parameters
@@ -115,21 +72,16 @@ class VerifyAttentionStep:
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
         batch, size = sized.batch, sized.capacity
-        self.size, self.kind, self.xp = size, _kind(batch), xp
-        self._batch = batch
         heads, latent, width = batch.heads, batch.latent, batch.width
-        self.seq_lens = static_buffer(xp, (size.requests,), "int64")
-        self.qo_indptr = static_buffer(xp, (size.requests + 1,), "int32")
-        self.req_pool_indices = static_buffer(xp, (size.requests,), "int64")
-        self.req_to_token = static_buffer(xp, size.table, "int32")
-        self.kv_indices = static_buffer(xp, (size.listed,), batch.index_dtype)
+        super().__init__(size, xp, batch.index_dtype, heads, latent, STORED[batch.dtype])
+        self.kind = _kind(batch)
+        self._batch = batch
         # a gap behind each token's queries, too, as in a tensor that holds more than them
         element, columns = STORED[batch.dtype], width + batch.row_gap
         self._queries = static_buffer(xp, (size.tokens, heads * width + batch.row_gap), element)
         self.q = self._queries[:, : heads * width].reshape(size.tokens, heads, width)
         self._pool = static_buffer(xp, (size.slots, columns), STORED[batch.pool_dtype])
         self.pool = self._pool[:, :width]
-        self.visible = static_buffer(xp, (size.tokens, size.words), "uint64")
         drafts: dict[str, Any] = {}
         if batch.draft_source == "slots":
             self.out_cache_loc = static_buffer(xp, (size.tokens,), "int64")
@@ -138,9 +90,6 @@ class VerifyAttentionStep:
             self._draft_kv = static_buffer(xp, (size.tokens, columns), element)
             self.draft_kv = self._draft_kv[:, :width]
             drafts["draft_kv"] = self.draft_kv
-        self._storage = static_buffer(xp, (size.tokens, heads * latent + _GUARD), element)
-        self.out = self._storage[:, :-_GUARD].reshape(size.tokens, heads, latent)
-        self.lse = static_buffer(xp, (size.tokens, heads), "float32")
         self.plan = VerifyPlan(
             self.seq_lens,
             self.qo_indptr,
@@ -154,10 +103,8 @@ class VerifyAttentionStep:
                 heads=heads,
                 num_ctas=num_ctas,
             ),
-            kv_indices=self.kv_indices,
-            req_to_token=self.req_to_token,
-            req_pool_indices=self.req_pool_indices,
             values=plan_values,
+            **self.lists,
         )
         self.attend = VerifyAttention(
             self.q,
@@ -173,37 +120,25 @@ class VerifyAttentionStep:
         )
         self.refill(sized)
 
-    @property
-    def outputs(self) -> Mapping[str, Any]:
-        """Outputs, log-sum-exps, and the guards between the outputs' rows."""
-        return {"out": self.out, "lse": self.lse, "guards": self._storage[:, -_GUARD:]}
-
     def refill(self, sized: SizedBatch) -> None:
         """Write another batch, filled up with padded requests; what is behind it becomes stale."""
         batch = sized.batch
         if _kind(batch) != self.kind:
             raise CaseError(f"{batch} is of kind {_kind(batch)}, not {self.kind}")
-        self._fits(Capacity.of([batch]))
+        self.size.check(Capacity.of([batch]))
         filled = _filled(batch, self.size.requests)
         self._batch = filled
         layout, arrays = filled.layout, kernel_inputs(filled, self.size.words)
-        write(self.seq_lens, layout.seq_lens)
-        write(self.qo_indptr, layout.qo_indptr())
-        write(self.req_pool_indices, layout.req_pool_indices)
-        fill(self.req_to_token, _NO_SLOT)
-        write(self.req_to_token, layout.req_to_token)
-        fill(self.kv_indices, _NO_SLOT)
-        fill(self._queries, _NAN)
+        self.write_lists(layout, arrays["visible"])
+        fill(self._queries, NAN)
         write(self.q, arrays["q"])
-        fill(self._pool, _NAN)
+        fill(self._pool, NAN)
         write(self.pool, arrays["pool"])
-        fill(self.visible, -1 if self.visible.dtype != np.uint64 else 2**64 - 1)
-        write(self.visible, arrays["visible"])
         if batch.draft_source == "slots":
-            fill(self.out_cache_loc, _NO_SLOT)
+            fill(self.out_cache_loc, NO_SLOT)
             write(self.out_cache_loc, layout.out_cache_loc)
         else:
-            fill(self._draft_kv, _NAN)
+            fill(self._draft_kv, NAN)
             write(self.draft_kv, arrays["draft_kv"])
 
     def __call__(self) -> None:
@@ -213,37 +148,14 @@ class VerifyAttentionStep:
 
     def poison(self) -> None:
         """Fill outputs, guards and scratch with NaN."""
+        self.poison_outputs()
         scratch = self.attend.workspace
-        for buffer in (self._storage, self.lse, scratch.partial_out, scratch.partial_lse):
-            fill(buffer, _NAN)
+        for buffer in (scratch.partial_out, scratch.partial_lse):
+            fill(buffer, NAN)
 
     def expected(self) -> dict[str, Bounded]:
         """Return what the oracle makes of the present batch; rows of no request stay poisoned."""
-        right = _reference(self._batch, self.size.words, self.xp)
-        out = np.full(tuple(self.out.shape), np.nan)
-        lse = np.full(tuple(self.lse.shape), np.nan)
-        atol, rms, lse_atol = np.zeros((*lse.shape, 1)), np.zeros(lse.shape), np.zeros(lse.shape)
-        tokens = slice(self._batch.num_tokens)
-        out[tokens], atol[tokens], rms[tokens] = _parts(right["out"])
-        lse[tokens], lse_atol[tokens], _ = _parts(right["lse"])
-        return {
-            "out": Bounded(out, atol, rms),
-            "lse": Bounded(lse, lse_atol),
-            "guards": Bounded(np.full((len(out), _GUARD), np.nan), 0.0),
-        }
-
-    def _fits(self, need: Capacity) -> None:
-        size = self.size
-        fits = (
-            need.requests <= size.requests
-            and need.tokens + size.requests - need.requests <= size.tokens
-            and need.listed + size.requests - need.requests <= size.listed
-            and need.slots <= size.slots
-            and need.words <= size.words
-            and all(n <= m for n, m in zip(need.table, size.table, strict=True))
-        )
-        if not fits:
-            raise CaseError(f"a batch of {need} does not fit buffers of {size}")
+        return self.bounded(_reference(self._batch, self.size.words, self.xp))
 
 
 class VerifyAttentionCase:
@@ -482,7 +394,3 @@ def _reference(batch: VerifyBatch, words: int, xp: Target) -> dict[str, Bounded]
         exact = torch_oracle.verify_attention(**arguments, device=device)
     baseline = torch_oracle.baseline_attention(**arguments, device=device)
     return attention_bounds(exact, baseline, dtype=batch.dtype)
-
-
-def _parts(bounds: Bounded) -> tuple[NDArray[Any], Any, Any]:
-    return bounds.values, bounds.atol, bounds.rms

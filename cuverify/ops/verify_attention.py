@@ -20,15 +20,19 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import capability, index_ctype, multiprocessors, number_of
+from cuverify.launching import (
+    capability,
+    check_row_stride,
+    check_words,
+    index_ctype,
+    multiprocessors,
+    number_of,
+)
 from cuverify.narrow import STORED, Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
 from cuverify.sources import KernelSource
 from cuverify.tuning import choice_for
 from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
-
-MAX_WORDS = 4
-"""Most visibility words of a tree token: 256 tokens."""
 
 Element = Literal["bf16", "fp16"]
 
@@ -69,6 +73,8 @@ def verify_workspace(
     dict of str to Buffer
         The fields of `PlanWorkspace` and of `AttentionWorkspace`.
     """
+    if not isinstance(heads, int) or heads < 8 or heads % 8:
+        raise ArgumentError("heads", heads, "wants a multiple of 8")
     plan = plan_workspace(max_batch, max_tokens, heads, num_ctas)
     return plan | _partials(plan["work"].shape[0], num_ctas, latent, dtype)
 
@@ -229,7 +235,7 @@ class VerifyAttention:
         if kind == element and kv_scale != 1:
             raise ArgumentError("kv_scale", kv_scale, f"is for pools of codes; kv is {kind}")
         inputs = [*queries, pool, tensor_of("visible", visible)]
-        _check_words(inputs[-1], plan.max_tree_tokens)
+        check_words(inputs[-1], plan.max_tree_tokens)
         draft = None
         if draft_kv is not None:
             draft = _rows_of("draft_kv", draft_kv, latent + rope)
@@ -364,7 +370,9 @@ def _output_shape(out: Tensor) -> tuple[int, int, int]:
     tokens, heads, latent = out.shape
     if latent % 16:
         raise wrong(out, f"rows have {latent} columns; latent is a multiple of 16")
-    _check_rows(out, 0, "tokens")
+    if heads % 8:
+        raise wrong(out, f"has {heads} heads; wants a multiple of 8")
+    check_row_stride(out, 0, "tokens")
     return tokens, heads, latent
 
 
@@ -385,8 +393,8 @@ def _queries(q: Any, latent: int) -> tuple[Tensor, Tensor]:
             raise wrong(part, f"has shape {list(part.shape)}; wants [tokens, heads, columns]")
         if part.strides[2] != 1:
             raise wrong(part, f"columns are {part.strides[2]} elements apart, not contiguous")
-        _check_rows(part, 0, "tokens")
-        _check_rows(part, 1, "heads")
+        check_row_stride(part, 0, "tokens")
+        check_row_stride(part, 1, "heads")
     if parts[0].shape[2] != latent:
         raise wrong(parts[0], f"has {parts[0].shape[2]} columns, out has {latent}")
     return parts
@@ -407,24 +415,8 @@ def _rows_of(name: str, value: Any, columns: int) -> Tensor:
     if len(tensor.shape) != 2 or tensor.shape[1] != columns or not tensor.shape[0]:
         wanted = f"wants [rows, {columns}] or [rows, 1, {columns}]: latent + rope columns of q"
         raise wrong(tensor, f"has shape {list(tensor.shape)}; {wanted}")
-    _check_rows(tensor, 0, "rows")
+    check_row_stride(tensor, 0, "rows")
     return tensor
-
-
-def _check_rows(tensor: Tensor, axis: int, what: str) -> None:
-    bytes_apart = tensor.strides[axis] * tensor.itemsize
-    if bytes_apart % 16 and tensor.shape[axis] > 1:
-        distance = f"{what} are {bytes_apart} bytes apart"
-        raise wrong(tensor, f"{distance}, which is no multiple of 16")
-
-
-def _check_words(visible: Tensor, max_tree_tokens: int) -> None:
-    if len(visible.shape) != 2 or not 1 <= visible.shape[1] <= MAX_WORDS:
-        wanted = f"wants [tokens, words] with 1 to {MAX_WORDS} words"
-        raise wrong(visible, f"has shape {list(visible.shape)}; {wanted}")
-    if visible.shape[1] * 64 < max_tree_tokens:
-        has = f"is too short: {visible.shape[1]} words hold {visible.shape[1] * 64} bits"
-        raise wrong(visible, f"{has}, the plan's trees have up to {max_tree_tokens} tokens")
 
 
 def _variant(

@@ -40,6 +40,7 @@ MAX_TREE_TOKENS = 256
 
 _MAX_BATCH = 1024
 _MAX_CTAS = 2048
+_MAX_HEADS = 128
 _MAX_INT = 2**31 - 1
 _GATHERING_CTAS_PER_MULTIPROCESSOR = 4
 _GATHERED_BY_THREAD = 8
@@ -141,7 +142,7 @@ def plan_workspace(max_batch: int, max_tokens: int, heads: int, num_ctas: int) -
     max_tokens : int
         Most tree tokens of all requests together.
     heads : int
-        Query heads of this rank, a multiple of 8.
+        Query rows of a tree token, up to 128: 64 / heads tokens are a row tile.
     num_ctas : int
         Blocks that will run `verify_partials`, up to 2,048.
 
@@ -158,8 +159,7 @@ def plan_workspace(max_batch: int, max_tokens: int, heads: int, num_ctas: int) -
     check_int("max_batch", max_batch, 1, _MAX_BATCH, "requests")
     check_int("max_tokens", max_tokens, 1, _MAX_BATCH * MAX_TREE_TOKENS, "tree tokens")
     check_int("num_ctas", num_ctas, 1, _MAX_CTAS, "blocks")
-    if not isinstance(heads, int) or heads < 8 or heads % 8 or heads > 128:
-        raise ArgumentError("heads", heads, "wants a multiple of 8, up to 128")
+    check_int("heads", heads, 1, _MAX_HEADS, "query rows of a token")
     return {
         "work": Buffer((max_row_tiles(max_batch, max_tokens, heads) + num_ctas, 6), "int32"),
         "cta_work": Buffer((num_ctas, 4), "int32"),
@@ -227,7 +227,7 @@ class VerifyPlan:
     qo_indptr : tensor of int32 or int64, shape (B + 1,)
         Bounds of each request's tree tokens. Read only.
     heads : int
-        Query heads of this rank, a multiple of 8.
+        Query rows of a tree token: the query heads of this rank, for `VerifyAttention`.
     max_tokens : int
         Most tree tokens of all requests: the rows that queries and outputs will have.
     max_tree_tokens : int

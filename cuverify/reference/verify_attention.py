@@ -94,12 +94,67 @@ def verify_attention(
         A slot of a prefix or of a draft is none of the pool's, both or neither of `draft_kv` and
         `draft_slots` are given, or `visible` has too few words for a tree.
     """
-    if (draft_kv is None) == (draft_slots is None):
-        raise ArgumentError("draft_kv", draft_kv, "give either it or draft_slots")
     rows = pool.reshape(len(pool), pool.shape[-1])
+    return attend(
+        q,
+        rows,
+        rows[:, :latent],
+        sm_scale=sm_scale,
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        visible=visible,
+        draft_keys=draft_kv,
+        draft_values=None if draft_kv is None else draft_kv[:, :latent],
+        draft_slots=draft_slots,
+        kv_scale=kv_scale,
+    )
+
+
+def attend(
+    q: NDArray[Any],
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    *,
+    sm_scale: float,
+    qo_indptr: NDArray[Any],
+    kv_indptr: NDArray[Any],
+    kv_indices: NDArray[Any],
+    visible: NDArray[Any],
+    draft_keys: NDArray[Any] | None = None,
+    draft_values: NDArray[Any] | None = None,
+    draft_slots: NDArray[Any] | None = None,
+    kv_scale: float = 1.0,
+) -> Attention:
+    """Attend from every tree token with heads that share one KV head.
+
+    Parameters
+    ----------
+    q : ndarray, shape (N, H, D)
+        Numbers here and below are floats, uint16 (the bits of bf16) or uint8 (codes of e4m3).
+    keys, values : ndarray, shape (slots, D) and (slots, C)
+        The pools; values may be columns of the keys.
+    draft_keys, draft_values : ndarray, shape (N, D) and (N, C), optional
+        Rows of the tree tokens, instead of `draft_slots`.
+    sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_slots, kv_scale
+        As for `verify_attention`.
+
+    Returns
+    -------
+    Attention
+        `out` has C columns.
+
+    Raises
+    ------
+    ArgumentError
+        As `verify_attention`.
+    """
+    if (draft_keys is None) == (draft_slots is None):
+        raise ArgumentError("draft_kv", draft_keys, "give either it or draft_slots")
     tokens, heads = q.shape[:2]
+    columns = values.shape[1]
     words = np.ascontiguousarray(visible).view(np.uint64)
-    out = np.zeros((tokens, heads, latent))
+    out = np.zeros((tokens, heads, columns))
     lse = np.full((tokens, heads), -np.inf)
     spread = np.zeros((tokens, heads))
     for request in range(len(qo_indptr) - 1):
@@ -112,20 +167,22 @@ def verify_attention(
                 "visible", words.shape, f"request {request} has {nodes} nodes, more than its bits"
             )
         slots = kv_indices[int(kv_indptr[request]) : int(kv_indptr[request + 1])]
-        running = _Running(widen(q[first:end]).reshape(nodes * heads, -1) * sm_scale, latent)
+        running = _Running(widen(q[first:end]).reshape(nodes * heads, -1) * sm_scale, columns)
         block = max(16, _BLOCK_SCORES // (nodes * heads))
         for part in _blocks(slots, block):
-            running.add(kv_scale * widen(rows[_in_pool("kv_indices", part, len(rows))]))
+            rows = _in_pool("kv_indices", part, len(keys))
+            running.add(kv_scale * widen(keys[rows]), kv_scale * widen(values[rows]))
         if draft_slots is None:
-            assert draft_kv is not None
-            drafts = widen(draft_kv[first:end])
+            assert draft_keys is not None
+            assert draft_values is not None
+            fresh = widen(draft_keys[first:end]), widen(draft_values[first:end])
         else:
-            of_tree = _in_pool("draft_slots", draft_slots[first:end], len(rows))
-            drafts = kv_scale * widen(rows[of_tree])
+            rows = _in_pool("draft_slots", draft_slots[first:end], len(keys))
+            fresh = kv_scale * widen(keys[rows]), kv_scale * widen(values[rows])
         node = np.arange(nodes, dtype=np.uint64)
         bits = words[first:end, node >> np.uint64(6)] >> (node & np.uint64(63))
         hidden = (bits & np.uint64(1)) == 0
-        running.add(drafts, hidden=np.repeat(hidden, heads, axis=0))
+        running.add(*fresh, hidden=np.repeat(hidden, heads, axis=0))
         at = slice(first, end)
         out[at], lse[at], spread[at] = running.result(nodes, heads)
     return Attention(out, lse, spread)
@@ -134,17 +191,17 @@ def verify_attention(
 class _Running:
     """A softmax over keys that come block by block, for some queries at once."""
 
-    def __init__(self, queries: Floats, latent: int) -> None:
+    def __init__(self, queries: Floats, columns: int) -> None:
         self._queries = queries
-        self._latent = latent
+        self._columns = columns
         count = len(queries)
         self._top = np.full((count, 1), -np.inf)
         self._total = np.zeros((count, 1))
-        self._out = np.zeros((count, latent))
+        self._out = np.zeros((count, columns))
         self._squares = np.zeros((count, 1))
 
-    def add(self, keys: Floats, hidden: NDArray[np.bool_] | None = None) -> None:
-        """Add keys, whose first columns are their values; some are hidden from some queries."""
+    def add(self, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | None = None) -> None:
+        """Add keys and their values; some are hidden from some queries."""
         scores = self._queries @ keys.T
         if hidden is not None:
             scores[hidden] = -np.inf
@@ -153,11 +210,10 @@ class _Running:
         shift = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp(np.subtract(scores, shift, out=scores), out=scores)
         decay = np.exp(self._top - shift)
-        values = keys[:, : self._latent]
         self._top = top
         self._total = self._total * decay + weights.sum(axis=1, keepdims=True)
         self._out = self._out * decay + weights @ values
-        mean_square = np.einsum("kc,kc->k", values, values)[:, None] / self._latent
+        mean_square = np.einsum("kc,kc->k", values, values)[:, None] / self._columns
         np.multiply(weights, weights, out=weights)
         self._squares = self._squares * decay**2 + weights @ mean_square
 
@@ -166,7 +222,7 @@ class _Running:
         total = np.where(self._total > 0, self._total, 1.0)
         with np.errstate(divide="ignore"):
             lse = np.where(self._total > 0, self._top + np.log(total), -np.inf)
-        out = (self._out / total).reshape(nodes, heads, self._latent)
+        out = (self._out / total).reshape(nodes, heads, self._columns)
         spread = np.sqrt(self._squares) / total
         return out, lse.reshape(nodes, heads), spread.reshape(nodes, heads)
 

@@ -1,0 +1,449 @@
+"""Attention of draft trees over separate keys and values, where query heads share a KV head.
+
+`plan_verify_gqa` makes the `VerifyPlan` that serves all layers of a step; each layer has a
+`VerifyGqa` of its own, and all of them may share one `GqaWorkspace`.
+
+A row tile of the plan is 16, 32 or 64 query rows of one KV head: tree tokens times the query heads
+that share it. `row_tile` chooses by what one request can have. Slots are those of tokens, as in
+SGLang's ``req_to_token`` and ``kv_indices``, whatever the page size of the pool is: a pool of pages
+is handed over as the view [slots, kv_heads, 128] of the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cuverify.arguments import Tensor, device_of
+from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.errors import ArgumentError
+from cuverify.kernel import Kernel
+from cuverify.launching import (
+    HOST_CTAS,
+    RESERVED_SHARED,
+    check_int,
+    check_row_stride,
+    check_words,
+    index_ctype,
+    multiprocessors,
+    number_of,
+    resident_blocks,
+    shared_room,
+)
+from cuverify.ops.verify_plan import (
+    MAX_TREE_TOKENS,
+    ROW_TILE,
+    PlanWorkspace,
+    VerifyPlan,
+    max_row_tiles,
+    plan_workspace,
+)
+from cuverify.sources import KernelSource
+
+HEAD_DIM = 128
+"""Columns of a query, a key and a value."""
+
+ROW_TILES = (16, 32, 64)
+"""Query rows of a KV head that a block can have at once."""
+
+MAX_GROUP = 32
+"""Most query heads of a KV head."""
+
+VALUES: Mapping[int, Mapping[str, int]] = {
+    16: {"TILE": 64},
+    32: {"TILE": 64},
+    64: {"TILE": 64},
+}
+"""`-D` values of the text, by the query rows of a row tile."""
+
+COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
+    16: {"TILE": 64, "STAGES": 2},
+    32: {"TILE": 32, "STAGES": 2},
+    64: {"TILE": 32, "STAGES": 2},
+}
+"""The same where a multiprocessor does not have room for two blocks of those, as on sm_120."""
+
+PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32, "ROOT_HALVES": 2}
+"""`-D` values of kernels_cu/verify_plan.cu for this text."""
+
+_THREADS = 128
+_COMBINE_CTAS_PER_MULTIPROCESSOR = 4
+
+
+def text_values(rows: int, device: str | None) -> Mapping[str, int]:
+    """Return the `-D` values of the text for a row tile.
+
+    Parameters
+    ----------
+    rows : int
+        Of `ROW_TILES`.
+    device : str or None
+        As torch names it; ``cpu`` or None for the host lane.
+    """
+    if device in (None, "cpu"):
+        return VALUES[rows]
+    partials, _ = verify_gqa_kernels(ROWS=rows, **VALUES[rows])
+    two = 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED)
+    return VALUES[rows] if two <= shared_room(device) else COMPACT_VALUES[rows]
+
+
+def row_tile(group: int, max_tree_tokens: int) -> int:
+    """Return the query rows of a row tile: the fewest that hold a request's, up to 64.
+
+    Parameters
+    ----------
+    group : int
+        Query heads of a KV head.
+    max_tree_tokens : int
+        Most tree tokens of one request.
+    """
+    rows = group * max_tree_tokens
+    return next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
+
+
+def plan_verify_gqa(
+    seq_lens: Any,
+    qo_indptr: Any,
+    *,
+    group: int,
+    kv_heads: int,
+    max_tokens: int,
+    max_tree_tokens: int = MAX_TREE_TOKENS,
+    rows: int | None = None,
+    num_ctas: int | None = None,
+    workspace: PlanWorkspace | None = None,
+    values: Mapping[str, int] | None = None,
+    **lists: Any,
+) -> VerifyPlan:
+    """Return a plan for `VerifyGqa`: one KV head's work, which all KV heads do alike.
+
+    Parameters
+    ----------
+    seq_lens, qo_indptr, max_tokens, max_tree_tokens
+        As for `VerifyPlan`.
+    group : int
+        Query heads of a KV head, up to 32.
+    kv_heads : int
+        KV heads of this rank.
+    rows : {16, 32, 64}, optional
+        Query rows of a row tile; that of `row_tile` if absent.
+    num_ctas : int, optional
+        Blocks of each KV head. As many as fill the GPU with all heads if absent, and 2 on the host
+        lane. Of `workspace` where that is given.
+    workspace : PlanWorkspace, optional
+        The caller's buffers; of the plan's own if absent.
+    values : mapping of str to int, optional
+        `-D` values of kernels_cu/verify_plan.cu, in place of `PLAN_VALUES`.
+    **lists
+        `kv_indices`, `kv_indptr`, `req_to_token`, `req_pool_indices`, as for `VerifyPlan`.
+
+    Returns
+    -------
+    VerifyPlan
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument and its value.
+    """
+    check_int("group", group, 1, MAX_GROUP, "query heads of a KV head")
+    check_int("kv_heads", kv_heads, 1, 1024, "KV heads")
+    check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
+    if rows is None:
+        rows = row_tile(group, max_tree_tokens)
+    if rows not in ROW_TILES:
+        raise ArgumentError("rows", rows, f"wants one of {ROW_TILES}")
+    heads = group * ROW_TILE // rows  # the plan counts in tiles of 64 rows
+    if workspace is None:
+        if num_ctas is None:
+            device = tensor_of("seq_lens", seq_lens).device
+            chosen = text_values(rows, device)
+            partials, _ = verify_gqa_kernels(GROUP=group, ROWS=rows, **chosen)
+            blocks = resident_blocks(partials, device)
+            num_ctas = HOST_CTAS if blocks is None else max(1, blocks // kv_heads)
+        workspace = PlanWorkspace.allocate(
+            seq_lens,
+            max_batch=tensor_of("seq_lens", seq_lens).shape[0],
+            max_tokens=max_tokens,
+            heads=heads,
+            num_ctas=num_ctas,
+        )
+    return VerifyPlan(
+        seq_lens,
+        qo_indptr,
+        heads=heads,
+        max_tokens=max_tokens,
+        max_tree_tokens=max_tree_tokens,
+        workspace=workspace,
+        values=PLAN_VALUES if values is None else values,
+        **lists,
+    )
+
+
+def _partials(plan: VerifyPlan, rows: int, kv_heads: int) -> dict[str, Buffer]:
+    work = plan_workspace(plan.batch, plan.max_tokens, plan.heads, plan.num_ctas)["work"]
+    # A cut gives at most two slots for each block beside it, and no entry has more than one.
+    slots = min(2 * plan.num_ctas, work.shape[0])
+    return {
+        "partial_out": Buffer((slots, kv_heads, rows, HEAD_DIM), "bf16"),
+        "partial_lse": Buffer((slots, kv_heads, rows), "float32"),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class GqaWorkspace:
+    """Room for the partials of row tiles that are cut.
+
+    Its contents mean nothing before and after a call.
+
+    Attributes
+    ----------
+    partial_out : tensor of bfloat16, shape (slots, kv_heads, rows, 128)
+        Normalised outputs of one piece.
+    partial_lse : tensor of float32, shape (slots, kv_heads, rows)
+        Their log-sum-exps, to base 2.
+    """
+
+    partial_out: Any
+    partial_lse: Any
+
+    @classmethod
+    def allocate(cls, like: Any, *, plan: VerifyPlan, group: int, kv_heads: int) -> GqaWorkspace:
+        """Return new buffers for a plan, of the library and on the device of the tensor `like`."""
+        sizes = _partials(plan, _rows_of(plan, group), kv_heads)
+        return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
+
+
+class VerifyGqa:
+    """One layer's verify attention over separate keys and values; calling it launches.
+
+    Make it before a capture. All tensors may change in place between calls.
+
+    Parameters
+    ----------
+    q : tensor of bfloat16, shape (N, H, 128)
+        Queries of the tree tokens; H is a multiple of the KV heads, and query head i has KV head
+        ``i // (H / kv_heads)``. Any strides that are multiples of 8 elements between tokens and
+        heads. Read only.
+    k_buffer, v_buffer : tensor of bfloat16, shape (slots, kv_heads, 128)
+        The pools; any strides of multiples of 8 elements between slots and heads. Read only.
+    out : tensor of bfloat16, shape (N, H, 128)
+        Written; any stride between tokens that is a multiple of 8 elements.
+    lse : tensor of float32, shape (N, H)
+        Natural logarithm of the sum of exponentials of each row's scores. Written; -inf where a row
+        sees nothing, whose output is 0.
+    plan : VerifyPlan
+        Of `plan_verify_gqa`, whose last call describes the step. It must have `kv_indices`, and up
+        to N tokens.
+    visible : tensor of uint64, shape (N, W)
+        Bit k of word w of row i: token i sees token 64 w + k of its own tree. 64 W bits hold the
+        plan's largest tree. All bits set: a block that sees itself fully. Read only.
+    sm_scale : float
+        Factor of the scores.
+    out_cache_loc : tensor of int64, shape (N,), optional
+        Slots of the tree tokens. Read only.
+    k_extend, v_extend : tensor of bfloat16, shape (N, kv_heads, 128), optional
+        Rows of the tree tokens, instead of `out_cache_loc`; strides as for the pools. Read only.
+    workspace : GqaWorkspace, optional
+        The caller's buffers; of the layer's own if absent.
+    combine_ctas : int, optional
+        Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
+    values : mapping of str to int, optional
+        `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
+
+    Attributes
+    ----------
+    partials, combine : BoundLaunch
+        The two launches of a call.
+    tokens, heads, kv_heads, group, rows : int
+        N, H, KV heads, query heads of each, and query rows of a row tile.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument and its value.
+
+    Notes
+    -----
+    A slot outside the pool is never read: query rows that see it become NaN. Rows of `out` and
+    `lse` that belong to no request of the plan are left alone, all rows where the plan is empty.
+
+    Examples
+    --------
+    >>> plan = plan_verify_gqa(seq_lens, qo_indptr, group=8, kv_heads=1,
+    ...                        max_tokens=64, kv_indices=slots)              # doctest: +SKIP
+    >>> attend = VerifyGqa(q, k, v, out, lse, plan=plan, visible=visible,
+    ...                    sm_scale=128**-0.5, out_cache_loc=drafts)         # doctest: +SKIP
+    >>> plan(); attend()                                                     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        k_buffer: Any,
+        v_buffer: Any,
+        out: Any,
+        lse: Any,
+        *,
+        plan: VerifyPlan,
+        visible: Any,
+        sm_scale: float,
+        out_cache_loc: Any = None,
+        k_extend: Any = None,
+        v_extend: Any = None,
+        workspace: GqaWorkspace | None = None,
+        combine_ctas: int | None = None,
+        values: Mapping[str, int] | None = None,
+    ) -> None:
+        if plan.kv_indices is None:
+            raise ArgumentError("plan", plan, "has no kv_indices: give them to plan_verify_gqa")
+        if (k_extend is None) != (v_extend is None):
+            missing = "k_extend" if k_extend is None else "v_extend"
+            raise ArgumentError(missing, None, "goes with the other one: give both or none")
+        if (out_cache_loc is None) == (k_extend is None):
+            raise ArgumentError(
+                "k_extend",
+                k_extend,
+                "wants either this and v_extend, or out_cache_loc, where the trees' rows are",
+            )
+        if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+            raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
+        keys = _rows("k_buffer", k_buffer, "slots")
+        pool_values = _rows("v_buffer", v_buffer, "slots")
+        if keys.shape != pool_values.shape:
+            raise wrong(pool_values, f"has another shape than k_buffer, {list(keys.shape)}")
+        slots, kv_heads, _ = keys.shape
+        outputs = {"out": _rows("out", out, "tokens"), "lse": tensor_of("lse", lse)}
+        tokens, heads, _ = outputs["out"].shape
+        if heads % kv_heads:
+            raise wrong(outputs["out"], f"has {heads} heads, no multiple of {kv_heads} KV heads")
+        group = heads // kv_heads
+        rows = _rows_of(plan, group)
+        if tokens < plan.max_tokens:
+            reason = f"has {tokens} tokens, the plan is for up to {plan.max_tokens}"
+            raise wrong(outputs["out"], reason)
+        queries = _rows("q", q, "tokens")
+        if queries.shape[1] != heads:
+            raise wrong(queries, f"has {queries.shape[1]} heads, out has {heads}")
+        words = tensor_of("visible", visible)
+        check_words(words, plan.max_tree_tokens)
+        drafts: list[Tensor] = []
+        if k_extend is not None:
+            drafts = [
+                _rows("k_extend", k_extend, "tokens"),
+                _rows("v_extend", v_extend, "tokens"),
+            ]
+            for tensor in drafts:
+                if tensor.shape[1] != kv_heads:
+                    raise wrong(tensor, f"has {tensor.shape[1]} KV heads, k_buffer has {kv_heads}")
+        else:
+            drafts = [tensor_of("out_cache_loc", out_cache_loc)]
+        if workspace is None:
+            workspace = GqaWorkspace.allocate(out, plan=plan, group=group, kv_heads=kv_heads)
+        held = {
+            f"workspace.{field.name}": tensor_of(
+                f"workspace.{field.name}", getattr(workspace, field.name)
+            )
+            for field in fields(workspace)
+        }
+        need = f"{kv_heads} KV heads on {plan.num_ctas} blocks each"
+        check_workspace(held, _partials(plan, rows, kv_heads), need)
+        planned = [
+            *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
+              for f in fields(plan.workspace)),
+            tensor_of("plan.kv_indptr", plan.kv_indptr),
+            tensor_of("plan.kv_indices", plan.kv_indices),
+            tensor_of("plan.qo_indptr", plan.qo_indptr),
+        ]  # fmt: skip
+        written = [*outputs.values(), *held.values()]
+        inputs = [queries, words, *drafts, keys, pool_values]
+        device = device_of([*written, *inputs, *planned])
+        for tensor in (queries, words, *drafts, outputs["lse"]):
+            if tensor.shape[0] != tokens:
+                raise wrong(tensor, f"has {tensor.shape[0]} rows, out has {tokens} tokens")
+        refuse_overlap(written, [*inputs, *planned])
+
+        self.plan = plan
+        self.workspace = workspace
+        self.tokens, self.heads, self.kv_heads = tokens, heads, kv_heads
+        self.group, self.rows = group, rows
+        chosen: dict[str, int | str] = {
+            "GROUP": group,
+            "ROWS": rows,
+            "KV_INDEX": index_ctype(planned[-2]),
+            "QO_INDEX": index_ctype(planned[-1]),
+        }
+        chosen = {**text_values(rows, device), **(values or {}), **chosen}
+        partials, combine = verify_gqa_kernels(**chosen)
+        extends: list[Any] = []
+        for owner, tensor in zip((k_extend, v_extend), drafts * 2, strict=False):
+            extends += [owner, *(tensor.strides[:2] if owner is not None else (0, 0))]
+        buffers = plan.workspace
+        self.partials = partials.bind(
+            (plan.num_ctas, kv_heads), _THREADS,
+            q, *queries.strides[:2], float(sm_scale),
+            k_buffer, *keys.strides[:2], v_buffer, *pool_values.strides[:2], slots, kv_heads,
+            plan.kv_indptr, plan.kv_indices, *extends, out_cache_loc,
+            plan.qo_indptr, visible, words.shape[1], buffers.work, buffers.cta_work,
+            workspace.partial_out, workspace.partial_lse, out, outputs["out"].strides[0], lse,
+        )  # fmt: skip
+        self.combine = combine.bind(
+            self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
+            workspace.partial_out, workspace.partial_lse, kv_heads,
+            buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
+            plan.num_ctas, plan.qo_indptr, out, outputs["out"].strides[0], lse,
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        """Attend: two launches on torch's current stream, after the plan's."""
+        self.partials()
+        self.combine()
+
+    def _combine_grid(self, combine_ctas: int | None, device: str | None) -> int:
+        if combine_ctas is not None:
+            check_int("combine_ctas", combine_ctas, 1, 2**31 - 1, "blocks")
+            return combine_ctas
+        count = multiprocessors(device)
+        if count is None:
+            return HOST_CTAS
+        plan = self.plan
+        tiles = min(plan.num_ctas, max_row_tiles(plan.batch, self.tokens, plan.heads))
+        units = tiles * self.kv_heads * self.rows * HEAD_DIM // 256
+        return min(_COMBINE_CTAS_PER_MULTIPROCESSOR * count, units)
+
+
+def verify_gqa_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
+    """Return `verify_gqa_partials` and `verify_gqa_combine` with these `-D` values."""
+    return _kernels(tuple(sorted(values.items())))
+
+
+@functools.cache
+def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
+    source = KernelSource.from_package("verify_gqa", values=dict(values))
+    return Kernel(source, "verify_gqa_partials"), Kernel(source, "verify_gqa_combine")
+
+
+def _rows_of(plan: VerifyPlan, group: int) -> int:
+    """Return the query rows of a plan's row tiles for so many query heads of a KV head."""
+    for rows in ROW_TILES:
+        if plan.heads * rows == group * ROW_TILE:
+            return rows
+    wanted = ", ".join(str(group * ROW_TILE // rows) for rows in ROW_TILES)
+    reason = f"is for {plan.heads} query rows a token; groups of {group} heads want {wanted}"
+    raise ArgumentError("plan", plan, f"{reason}: see plan_verify_gqa")
+
+
+def _rows(name: str, value: Any, what: str) -> Tensor:
+    """Return a tensor [rows, heads, 128], its strides whole pieces."""
+    tensor = tensor_of(name, value)
+    if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[2] != HEAD_DIM:
+        reason = (
+            f"has shape {list(tensor.shape)}; wants [{what}, heads, {HEAD_DIM}], none of them 0"
+        )
+        raise wrong(tensor, reason)
+    check_row_stride(tensor, 0, what)
+    check_row_stride(tensor, 1, "heads")
+    return tensor

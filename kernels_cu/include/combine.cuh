@@ -1,0 +1,144 @@
+// Merges the pieces of a row tile: the mean of its partial slots, weighted by their log-sum-exps.
+//
+// A slot holds rows of ROW_PIECES pieces, a piece is 8 columns of bfloat16, and 32 pieces are a unit;
+// merge.cuh says which warps do which units. Slots that other warps have read meet in shared memory.
+#pragma once
+
+#include "bf16.cuh"
+#include "merge.cuh"
+#include "ptx.cuh"
+#include "vector.cuh"
+
+namespace combine {
+
+constexpr int PIECE = 8;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// What a warp has merged of one unit, lane by lane; weights are in the log2 domain.
+struct Mean {
+    float max;  // -inf before the first row that counts
+    float weight;
+    float value[PIECE];
+
+    __device__ __forceinline__ void clear() {
+        max = minus_infinity();
+        weight = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) {
+            value[i] = 0.0f;
+        }
+    }
+
+    // Prepares for rows of weight up to 2^largest.
+    __device__ __forceinline__ void raise(float largest) {
+        if (largest > max) {
+            const float factor = ptx::exp2_approx(max - largest);
+            max = largest;
+            weight *= factor;
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                value[i] *= factor;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add(float log_weight, uint4 row) {
+        const float factor =
+            log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
+        const unsigned pairs[4] = {row.x, row.y, row.z, row.w};
+        weight += factor;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            value[2 * i] = fmaf(factor, bf16::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, bf16::second(pairs[i]), value[2 * i + 1]);
+        }
+    }
+};
+
+// Shared memory of a block: what its warps have merged.
+template <int WARPS>
+using Means = float[WARPS][PIECE + 2][32];
+
+// Does the units of one turn. `wanted(piece)` says whether a piece of the row tile has a row that
+// somebody asked for, `write(piece, columns, lse)` takes the result and its log-sum-exp to base 2; both
+// know a piece by its number in the slot. All threads of the block take part.
+template <int WARPS, int UNROLL, int ROW_PIECES, class Wanted, class Write>
+__device__ __forceinline__ void units(const merge::Turn& turn, int count,
+                                      const unsigned short* partial_out, const float* partial_lse,
+                                      Means<WARPS>& means, const Wanted& wanted,
+                                      const Write& write) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int sharing = turn.sharing;
+    const long long slot_pieces = count * 32ll;
+    Mean mean;
+    mean.clear();
+    {
+        const int unit = turn.first_unit + warp / sharing;
+        const int piece = unit * 32 + lane;
+        const bool given = unit < count && wanted(piece);
+        for (int slot = turn.begin + warp % sharing; slot < turn.end; slot += sharing * UNROLL) {
+            float weights[UNROLL];
+            uint4 values[UNROLL];
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k) {
+                weights[k] = minus_infinity();
+                values[k] = make_uint4(0, 0, 0, 0);
+                if (given && slot + k * sharing < turn.end) {
+                    const long long at = (slot + k * sharing) * slot_pieces + piece;
+                    weights[k] = partial_lse[at / ROW_PIECES];
+                    values[k] = load128(partial_out + at * PIECE);
+                }
+            }
+            float largest = weights[0];
+#pragma unroll
+            for (int k = 1; k < UNROLL; ++k) {
+                largest = fmaxf(largest, weights[k]);
+            }
+            mean.raise(largest);
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k) {
+                mean.add(weights[k], values[k]);
+            }
+        }
+    }
+    means[warp][PIECE][lane] = mean.max;
+    means[warp][PIECE + 1][lane] = mean.weight;
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) {
+        means[warp][i][lane] = mean.value[i];
+    }
+    __syncthreads();
+    const int unit = turn.first_unit + warp;  // a warp a unit
+    const int piece = unit * 32 + lane;
+    if (warp < WARPS / sharing && unit < count && wanted(piece)) {
+        const float (*shares)[PIECE + 2][32] = means + warp * sharing;
+        float largest = minus_infinity();
+        for (int other = 0; other < sharing; ++other) {
+            largest = fmaxf(largest, shares[other][PIECE][lane]);
+        }
+        float weight = 0.0f;
+        float value[PIECE] = {};
+        for (int other = 0; other < sharing; ++other) {
+            const float max = shares[other][PIECE][lane];
+            const float factor = max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+            weight = fmaf(factor, shares[other][PIECE + 1][lane], weight);
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) {
+                value[i] = fmaf(factor, shares[other][i][lane], value[i]);
+            }
+        }
+        const bool sees = weight != 0.0f;
+        const float inverse = sees ? 1.0f / weight : 0.0f;
+        write(piece,
+              make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
+                         bf16::pack(value[2] * inverse, value[3] * inverse),
+                         bf16::pack(value[4] * inverse, value[5] * inverse),
+                         bf16::pack(value[6] * inverse, value[7] * inverse)),
+              sees ? largest + log2f(weight) : minus_infinity());
+    }
+    __syncthreads();
+}
+
+}  // namespace combine
