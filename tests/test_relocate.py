@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import cuverify
 from cuverify import kernels_cu
+from cuverify.benches.relocate import move_list
 from cuverify.buffers import read
 from cuverify.cases import Target
 from cuverify.cases.relocate import CASE, RelocateStep
@@ -1077,6 +1078,16 @@ def test_the_case_gives_lists_of_every_kind() -> None:
     assert [label for label, _ in host] == [label for label, _ in CASE.batches(examples=8)]
     shapes = {(b.layers, b.num_slots) for _, b in CASE.device_batches(examples=3)}
     assert shapes == {(61, 1024), (3, 16_384)}
+
+
+@pytest.mark.parametrize("kind", ["disjoint", "accepted", "cycle"])
+def test_lists_that_are_timed_together_share_no_slot(kind: str) -> None:
+    lists = [move_list(kind, 64, 20_000, copy=at) for at in range(8)]
+    touched = [np.unique(np.concatenate(ends)) for ends in lists]
+    assert len(np.unique(np.concatenate(touched))) == sum(len(slots) for slots in touched)
+    for src, dst in lists:
+        status = oracle.judge(src, dst, len(src), 20_000).tolist()
+        assert status == [0, -1, int(kind != "disjoint"), 0]
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

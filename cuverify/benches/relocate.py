@@ -57,7 +57,7 @@ _SGLANG_WARPS = 4
 _WINDOW = 16
 
 Step = Callable[[], None]
-Lists = Sequence[tuple[Any, ...]]  # sources and destinations of each
+Lists = Sequence[tuple[Any, Any]]  # sources and destinations of each
 
 
 def run(device: str) -> list[dict[str, Any]]:
@@ -110,10 +110,10 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
 
     slots = storage.shape[1]
     copies = COPIES if rows <= COPIED_ROWS and COPIES * _WINDOW // 4 * rows < slots else 1
-    lists = [
-        tuple(torch.from_numpy(end.copy()).cuda() for end in move_list(kind, rows, slots, copy=at))
-        for at in range(copies)
-    ]
+    lists: list[tuple[Any, Any]] = []
+    for at in range(copies):
+        src, dst = move_list(kind, rows, slots, copy=at)
+        lists.append((torch.from_numpy(src.copy()).cuda(), torch.from_numpy(dst.copy()).cuda()))
     count = torch.tensor([rows], dtype=torch.int32, device="cuda")
     pools = list(storage)
     plans = [RelocatePlan(pools, src, dst, count.clone()) for src, dst in lists]
