@@ -58,12 +58,14 @@ class GqaShape(Shape):
             raise ArgumentError("shapes", name, "a shape reads like 1x64k:8@4x2, heads last")
         base = Shape.parse(step)
         group, kv_heads = int(found[1]), int(found[2])
-        return cls(base.prefixes, base.tree, base.drafts, group * kv_heads, kv_heads)
+        if base.name != base.step_name:
+            raise ArgumentError("shapes", name, "heads stand behind the @, and pools are bf16")
+        return cls(base.prefixes, base.tree, base.drafts, heads=group * kv_heads, kv_heads=kv_heads)
 
     @property
     def name(self) -> str:
         """The name that `parse` reads."""
-        return f"{super().name}@{self.group}x{self.kv_heads}"
+        return f"{self.step_name}@{self.group}x{self.kv_heads}"
 
     @property
     def group(self) -> int:

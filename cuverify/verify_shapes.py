@@ -62,14 +62,14 @@ class Shape:
             raise ArgumentError("tree", self.tree, "a tree has at least its root")
         if self.drafts not in get_args(Drafts):
             raise ArgumentError("drafts", self.drafts, f"must be one of {get_args(Drafts)}")
+        if self.stored not in get_args(Stored):
+            raise ArgumentError("stored", self.stored, f"must be one of {get_args(Stored)}")
         self.check_heads()
 
     def check_heads(self) -> None:
         """Raise if a rank cannot have so many query heads."""
         if self.heads < 8 or self.heads % 8:
             raise ArgumentError("heads", self.heads, "must be a multiple of 8")
-        if self.stored not in get_args(Stored):
-            raise ArgumentError("stored", self.stored, f"must be one of {get_args(Stored)}")
 
     @classmethod
     def parse(cls, name: str) -> Shape:
@@ -97,6 +97,13 @@ class Shape:
     @property
     def name(self) -> str:
         """The short name that `parse` reads."""
+        heads = "" if self.heads == HEADS else f"/h{self.heads}"
+        stored = "" if self.stored == "bf16" else f"/{self.stored}"
+        return f"{self.step_name}{heads}{stored}"
+
+    @property
+    def step_name(self) -> str:
+        """The name without heads and types: prefixes and drafts."""
         groups: list[list[int]] = []
         for rows in self.prefixes:
             if groups and groups[-1][1] == rows:
@@ -104,9 +111,7 @@ class Shape:
             else:
                 groups.append([1, rows])
         lengths = "+".join(f"{count}x{short(rows)}" for count, rows in groups)
-        heads = "" if self.heads == HEADS else f"/h{self.heads}"
-        stored = "" if self.stored == "bf16" else f"/{self.stored}"
-        return f"{lengths}:{'block' if self.drafts == 'block' else ''}{self.tree}{heads}{stored}"
+        return f"{lengths}:{'block' if self.drafts == 'block' else ''}{self.tree}"
 
     @property
     def batch(self) -> int:

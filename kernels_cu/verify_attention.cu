@@ -82,7 +82,7 @@
 #endif
 // splits that a warp of verify_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 6
+#define COMBINE_UNROLL 5
 #endif
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
@@ -837,8 +837,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
-        combine_indptr, combine_tiles, tiles, qo_indptr);
+    merge::Turns<COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(combine_indptr, combine_tiles,
+                                                                 tiles, qo_indptr, UNITS);
     merge::Turn turn;
     while (turns.next(turn)) {
         const int sharing = turn.sharers();

@@ -72,7 +72,11 @@
 #endif
 // splits that a warp of verify_gqa_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 6
+#define COMBINE_UNROLL 5
+#endif
+// splits that are worth a further warp
+#ifndef COMBINE_LEAST
+#define COMBINE_LEAST 4
 #endif
 
 namespace {
@@ -739,20 +743,17 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
     SHARED_ARRAY(float, means, [COMBINE_WARPS][combine::PIECE + 2][32]);
     const int units = kv_heads * (ROWS * ROW_PIECES / 32);
-    merge::Turns turns(combine_indptr, tiles, units, COMBINE_WARPS, COMBINE_UNROLL);
+    merge::Turns<COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(combine_indptr, combine_tiles,
+                                                                 tiles, qo_indptr, units);
     merge::Turn turn;
     while (turns.next(turn)) {
-        const int request = combine_tiles[2 * turn.tile];
-        const int first_row = combine_tiles[2 * turn.tile + 1] * ROWS;
-        const long long first_token = static_cast<long long>(qo_indptr[request]);
-        const int rows = static_cast<int>(qo_indptr[request + 1] - first_token) * GROUP;
-        const auto row_of = [&](int piece) { return first_row + piece / ROW_PIECES % ROWS; };
+        const merge::Rows rows = turns.rows(turn, GROUP, ROWS);
         combine::units<COMBINE_WARPS, COMBINE_UNROLL, ROW_PIECES>(
             turn, units, partial_out, partial_lse, means,
-            [&](int piece) { return row_of(piece) < rows; },
+            [&](int piece) { return rows.has(piece / ROW_PIECES % ROWS); },
             [&](int piece, uint4 columns, float log_sum) {
-                const int flat = row_of(piece);
-                const long long token = first_token + flat / GROUP;
+                const int flat = rows.first + piece / ROW_PIECES % ROWS;
+                const long long token = rows.first_token + flat / GROUP;
                 const int head = piece / ROW_PIECES / ROWS * GROUP + flat % GROUP;
                 const int column = piece % ROW_PIECES * PIECE;
                 store128(out + token * out_stride + head * DIM + column, columns);

@@ -359,7 +359,7 @@ def test_shapes_read_as_they_are_called() -> None:
     assert shape.bytes == rows * 2 * 2 * 256 + 16 * 16 * 8 * 2 * 256
     assert shape.flops == 4 * 16 * 8 * rows * 128
     assert select_gqa(["dflash_block", "1x4k:8@4x2"])[-1].group == 4
-    for name in ("1x4k:8", "1x4k:8@4", "1x4k:8@0x1", "grids"):
+    for name in ("1x4k:8", "1x4k:8@4", "1x4k:8@0x1", "1x4k:8/fp8@4x1", "grids"):
         with pytest.raises(ArgumentError, match="shapes="):
             select_gqa([name])
 

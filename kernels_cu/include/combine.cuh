@@ -70,15 +70,16 @@ __device__ __forceinline__ void units(const merge::Turn& turn, int count,
                                       const Write& write) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int sharing = turn.sharing;
+    const int sharing = turn.sharers();
     const long long slot_pieces = count * 32ll;
     Mean mean;
     mean.clear();
     {
-        const int unit = turn.first_unit + warp / sharing;
+        const int unit = turn.first_unit + (warp >> turn.log_sharers);
         const int piece = unit * 32 + lane;
         const bool given = unit < count && wanted(piece);
-        for (int slot = turn.begin + warp % sharing; slot < turn.end; slot += sharing * UNROLL) {
+        for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
+             slot += sharing * UNROLL) {
             float weights[UNROLL];
             uint4 values[UNROLL];
 #pragma unroll
@@ -112,8 +113,8 @@ __device__ __forceinline__ void units(const merge::Turn& turn, int count,
     __syncthreads();
     const int unit = turn.first_unit + warp;  // a warp a unit
     const int piece = unit * 32 + lane;
-    if (warp < WARPS / sharing && unit < count && wanted(piece)) {
-        const float (*shares)[PIECE + 2][32] = means + warp * sharing;
+    if (warp < WARPS >> turn.log_sharers && unit < count && wanted(piece)) {
+        const float (*shares)[PIECE + 2][32] = means + (warp << turn.log_sharers);
         float largest = minus_infinity();
         for (int other = 0; other < sharing; ++other) {
             largest = fmaxf(largest, shares[other][PIECE][lane]);
