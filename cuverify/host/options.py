@@ -177,8 +177,8 @@ def counted(**changes: object) -> Iterator[MemoryCounts]:
     a GPU's compiler does is not seen: loads that it merges, moves out of a loop or keeps in
     registers, and registers that it spills. A copy of a vector or struct of 8 or 16 bytes counts
     as one access where its address allows; with clang and zig, which unroll loops in checked code,
-    so may neighbouring scalars that a loop reads in order. Allocations count as if they began at multiples of 256 bytes, whatever
-    the host's begin at; views keep their offset.
+    so may neighbouring scalars that a loop reads in order. Allocations count as if they began at
+    multiples of 256 bytes, whatever the host's begin at; views keep their offset.
 
     Examples
     --------
