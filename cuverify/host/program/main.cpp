@@ -182,8 +182,8 @@ int main(int count, char** words) {
         if (entry.period)
             for (uint64_t row = 0; row + entry.used < entry.bytes; row += entry.period)
                 cuverify_host::forbid(block + row + entry.used, entry.period - entry.used);
-        cuverify_host::add_region(block, block, entry.bytes, 0, 0, cuverify_host::Contents::initialised,
-                                  true, false, entry.name);
+        cuverify_host::add_region(block, block, entry.bytes, 0, 0,
+                                  cuverify_host::Contents::initialised, true, false, entry.name);
         blocks.push_back(block);
     }
     fclose(file);
