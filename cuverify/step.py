@@ -1,21 +1,22 @@
 """A decode step's glue and attention as one chain of launches, with no host in it.
 
-drafts -> tree build -> plan -> attention of each layer -> argmax -> acceptance, over static
-buffers: captured once, replayed with other drafts, lengths and slots. The model's own work goes in
-between by callables.
+drafts -> tree build -> plan -> attention of each layer -> argmax -> acceptance -> commit, over
+static buffers: captured once, replayed with other drafts, lengths and slots. The model's own work
+goes in between by callables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from cuverify.buffers import Buffer
 from cuverify.errors import ArgumentError
 from cuverify.ops.accept import AcceptBuffers, AcceptGreedy, Argmax
+from cuverify.ops.commit import CommitPlan, Way
 from cuverify.ops.draft_topk import DraftTopk
 from cuverify.ops.tree_build import TreeBuffers, TreeBuild
 from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
@@ -168,8 +169,11 @@ class VerifyStep:
         drafts' rows into its pool.
     before_argmax : callable, optional
         What makes `logits`.
+    commit : {"rows", "table"}, optional
+        Accepted nodes then come to the front of each request's window: their rows in all pools, or
+        their slots in `req_to_token` and `out_cache_loc`. `seq_lens` are left alone.
     after : sequence of (str, callable)
-        Further stages behind acceptance.
+        Further stages behind these.
     num_ctas : int, optional
         Blocks that attend; one a multiprocessor if absent.
 
@@ -178,6 +182,7 @@ class VerifyStep:
     trees : TreeBuffers
     plan : VerifyPlan
     accepted : AcceptBuffers
+    commit : CommitPlan or None
     stages : list of (str, callable)
         What a call runs, by name.
 
@@ -201,6 +206,7 @@ class VerifyStep:
         draft_logits: Any = None,
         before_layer: Callable[[int], None] | None = None,
         before_argmax: Call | None = None,
+        commit: Way | None = None,
         after: Sequence[tuple[str, Call]] = (),
         num_ctas: int | None = None,
     ) -> None:
@@ -267,7 +273,23 @@ class VerifyStep:
             tensors.target,
             self.accepted,
         )
-        self.stages += [("argmax", argmax), ("accept", accept), *after]
+        self.stages += [("argmax", argmax), ("accept", accept)]
+        self.commit: CommitPlan | None = None
+        if commit is not None:
+            if commit not in get_args(Way):
+                raise ArgumentError("commit", commit, f"wants one of {', '.join(get_args(Way))}")
+            self.commit = CommitPlan(
+                self.accepted.accept_index,
+                self.accepted.accept_token_num,
+                tensors.qo_indptr,
+                tensors.out_cache_loc,
+                tensors.seq_lens,
+                tensors.req_pool_indices,
+                tensors.req_to_token,
+                pools=[tensors.kv[i] for i in range(sizes.layers)] if commit == "rows" else None,
+            )
+            self.stages.append(("commit", self.commit))
+        self.stages += after
 
     def __call__(self) -> None:
         """Launch the step on torch's current stream."""
@@ -286,6 +308,8 @@ class VerifyStep:
         self.trees.read_status()
         self.plan.read_status()
         self.accepted.read_status()
+        if self.commit is not None:
+            self.commit.read_status()
 
 
 def _called(call: Callable[[int], None], layer: int) -> Call:

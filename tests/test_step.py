@@ -79,6 +79,39 @@ def test_a_step_begins_with_the_drafter_s_logits() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("way", ["rows", "table"])
+def test_a_step_ends_with_the_commit(way: Literal["rows", "table"]) -> None:
+    sizes, rng = small_sizes(requests=4), np.random.default_rng(7)
+    drawn = DrawnVerifyStep(
+        StepBatch.draw(rng, sizes, longest=60, padded=1), sizes, "numpy", num_ctas=2
+    )
+    tensors = drawn.tensors
+    step = VerifyStep(tensors, sizes, sm_scale=0.1, num_ctas=2, commit=way)
+    kv, slots, table = tensors.kv.copy(), tensors.out_cache_loc.copy(), tensors.req_to_token.copy()
+    with cuverify.checked():
+        step()
+    assert step.commit is not None
+    step.commit.read_status()
+    moved = 0
+    for request in range(3):
+        taken = int(step.accepted.accept_token_num[request]) + 1
+        path = step.accepted.accept_index[request, :taken]
+        window = slice(request * sizes.nodes, request * sizes.nodes + taken)
+        row = table[tensors.req_pool_indices[request]]
+        begin = int(tensors.seq_lens[request])
+        moved += int((path != np.arange(window.start, window.stop)).sum())
+        if way == "rows":
+            np.testing.assert_array_equal(tensors.kv[:, slots[window]], kv[:, slots[path]])
+            np.testing.assert_array_equal(tensors.req_to_token, table)
+        else:
+            now = tensors.req_to_token[tensors.req_pool_indices[request]]
+            np.testing.assert_array_equal(now[begin : begin + taken], slots[path])
+            np.testing.assert_array_equal(now[:begin], row[:begin])
+            np.testing.assert_array_equal(tensors.out_cache_loc[window], slots[path])
+            np.testing.assert_array_equal(tensors.kv, kv)
+    assert moved > 0
+
+
 def test_what_does_not_fit_is_refused() -> None:
     sizes, rng = small_sizes(), np.random.default_rng(0)
     with pytest.raises(ArgumentError, match="nodes=257"):
@@ -87,6 +120,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CaseError, match="does not fit"):
         step.refill(StepBatch.draw(rng, small_sizes(requests=2), longest=9))
     tensors = StepTensors.allocate(np.zeros(1), sizes)
+    with pytest.raises(ArgumentError, match="commit='pages'.*rows, table"):
+        VerifyStep(tensors, sizes, sm_scale=0.1, commit="pages")  # type: ignore[arg-type]
     tensors.seq_lens[:] = -4
     spoiled = VerifyStep(tensors, sizes, sm_scale=0.1, num_ctas=2)
     spoiled()

@@ -87,7 +87,8 @@ class LogitsBatch:
     def values(self) -> NDArray[np.float32]:
         """The logits as float32."""
         if self.logits.dtype == np.uint16:
-            return (self.logits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            bits = self.logits.astype(np.uint32) << np.uint32(16)
+            return np.asarray(bits.view(np.float32), np.float32)
         return np.asarray(self.logits, np.float32)
 
     @cached_property
