@@ -146,7 +146,7 @@ def test_trees_layouts_and_oracles_know_numpy_only() -> None:
     import sys
 
     allowed = {*sys.stdlib_module_names, "numpy"}
-    plain = ("reference", "tree", "kv_layout", "drawing", "errors")
+    plain = ("reference", "tree", "kv_layout", "drawing", "errors", "narrow")
     for name, path in modules():
         if any(within(name, package) for package in plain):
             for imported in imports(path):
