@@ -43,7 +43,7 @@ def narrow(values: NDArray[np.float32] | float, kind: Narrow) -> NDArray[Any]:
         bits = given.view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         return np.asarray(rounded >> np.uint32(16), np.uint16)
-    known = _e4m3()[:0x7F]
+    known = fp8_numbers("fp8_e4m3")[:0x7F]
     size = np.minimum(np.abs(given), np.float32(LARGEST_E4M3))
     middles = (known[1:] + known[:-1]) / 2
     code = np.searchsorted(middles, size)
@@ -55,7 +55,7 @@ def narrow(values: NDArray[np.float32] | float, kind: Narrow) -> NDArray[Any]:
 def widen(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return the numbers of an array: uint16 are the bits of bf16, uint8 codes of e4m3."""
     if values.dtype == np.uint8:
-        return np.asarray(_e4m3()[values], np.float64)
+        return np.asarray(fp8_numbers("fp8_e4m3")[values], np.float64)
     if values.dtype == np.uint16:
         # the upper half of a float32
         wide = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -64,10 +64,20 @@ def widen(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 @functools.cache
-def _e4m3() -> NDArray[np.float32]:
-    """Return the numbers of all codes."""
-    code = np.arange(256)
-    exponent, fraction = code >> 3 & 15, code & 7
-    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
-    size[code & 0x7F == 0x7F] = np.nan
-    return np.where(code < 0x80, size, -size).astype(np.float32)
+def fp8_numbers(kind: str) -> NDArray[np.float32]:
+    """Return the numbers of all 256 codes of ``fp8_e4m3`` or ``fp8_e5m2``, made of their fields."""
+    exponent_bits, mantissa_bits, bias = (4, 3, 7) if kind == "fp8_e4m3" else (5, 2, 15)
+    codes = np.arange(256)
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = np.ldexp(1.0 + mantissa, exponent - bias)
+    subnormal = np.ldexp(mantissa, 1 - bias)
+    values = sign * np.where(exponent == 0, subnormal, normal)
+    if kind == "fp8_e4m3":  # no infinities; only the all-ones pattern is NaN
+        values[(codes & 0x7F) == 0x7F] = np.nan
+    else:
+        top = exponent == (1 << exponent_bits) - 1
+        values[top & (mantissa == 0)] = (sign * np.inf)[top & (mantissa == 0)]
+        values[top & (mantissa != 0)] = np.nan
+    return np.asarray(values, dtype=np.float32)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuverify.errors import ArgumentError
+from cuverify.narrow import fp8_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,7 +75,7 @@ class HostArray:
             wide = self.data.astype(np.uint32) << np.uint32(16)
             return np.asarray(wide.view(np.float32))
         if self.dtype in _SMALL_FLOATS:
-            return np.asarray(_fp8_table(self.dtype)[self.data])
+            return np.asarray(fp8_numbers(self.dtype)[self.data])
         return self.data
 
 
@@ -444,22 +445,3 @@ def _describe(
 def _with_bits(value: object, array: HostArray, index: tuple[int, ...]) -> str:
     digits = 2 * array.data.dtype.itemsize
     return f"{value} (0x{int(array.bits()[index]):0{digits}x})"
-
-
-def _fp8_table(dtype: str) -> NDArray[np.float32]:
-    """Return the 256 values of an fp8 format, computed from its fields."""
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == "fp8_e4m3" else (5, 2, 15)
-    codes = np.arange(256)
-    sign = np.where(codes & 0x80, -1.0, 1.0)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    normal = np.ldexp(1.0 + mantissa, exponent - bias)
-    subnormal = np.ldexp(mantissa, 1 - bias)
-    values = sign * np.where(exponent == 0, subnormal, normal)
-    if dtype == "fp8_e4m3":  # no infinities; only the all-ones pattern is NaN
-        values[(codes & 0x7F) == 0x7F] = np.nan
-    else:
-        top = exponent == (1 << exponent_bits) - 1
-        values[top & (mantissa == 0)] = (sign * np.inf)[top & (mantissa == 0)]
-        values[top & (mantissa != 0)] = np.nan
-    return np.asarray(values, dtype=np.float32)
