@@ -52,6 +52,7 @@
 // contract allows; every buffer is the caller's.
 
 #include "early.cuh"
+#include "prefetch.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
 

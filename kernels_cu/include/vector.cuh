@@ -4,7 +4,7 @@
 
 #ifdef CUVERIFY_HOST
 
-CUVERIFY_APART inline uint4 load128(const void* address, CUVERIFY_SITE) {
+inline uint4 load128(const void* address, CUVERIFY_SITE) {
     ::cuverify_host::read_access(address, 16, CUVERIFY_GIVEN);
     uint4 value;
     __builtin_memcpy(&value, address, 16);
@@ -13,8 +13,7 @@ CUVERIFY_APART inline uint4 load128(const void* address, CUVERIFY_SITE) {
 inline uint4 load128_nc(const void* address, CUVERIFY_SITE) {
     return load128(address, site_file, site_line);
 }
-inline void prefetch_l2(const void*) {}
-CUVERIFY_APART inline void store128(void* address, uint4 value, CUVERIFY_SITE) {
+inline void store128(void* address, uint4 value, CUVERIFY_SITE) {
     ::cuverify_host::write_access(address, 16, CUVERIFY_GIVEN);
     __builtin_memcpy(address, &value, 16);
 }
@@ -32,12 +31,6 @@ __device__ __forceinline__ uint4 load128_nc(const void* address) {
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(address));
     return value;
-}
-
-// Brings the 128 bytes around an address into L2, without waiting for them. Nothing is read as far as
-// the program can tell.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 __device__ __forceinline__ void store128(void* address, uint4 value) {
