@@ -83,7 +83,7 @@ def text_values(rows: int, device: str | None) -> Mapping[str, int]:
     device : str or None
         As torch names it; ``cpu`` or None for the host lane.
     """
-    if device in (None, "cpu"):
+    if device is None or device == "cpu":
         return VALUES[rows]
     partials, _ = verify_gqa_kernels(ROWS=rows, **VALUES[rows])
     two = 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED)
