@@ -50,6 +50,7 @@ _COLUMNS = (
     "TFLOP/s",
     "error",
 )
+_ALWAYS = ("op", "shape", "us")
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def run_benchmarks(
     if picture is not None:
         figures.draw([record.to_json() for record in records], picture)
     report = Report("bench")
-    report.tables.append(Table("times", _COLUMNS, [_row(record) for record in records]))
+    report.tables.append(_times(records))
     compared = comparison_table([record.to_json() for record in records])
     if compared.rows:
         report.tables.append(compared)
@@ -577,6 +578,18 @@ def clocks() -> dict[str, str]:
     first = done.stdout.strip().splitlines()[:1]
     values = [value.strip() for value in first[0].split(",")] if first else []
     return dict(zip(asked, values, strict=False))
+
+
+def _times(records: Sequence[Record]) -> Table:
+    """Return the records as a table without the columns that all of them leave empty."""
+    rows = [_row(record) for record in records]
+    kept = [
+        index
+        for index, column in enumerate(_COLUMNS)
+        if column in _ALWAYS or any(row[index] is not None for row in rows)
+    ]
+    columns = [_COLUMNS[index] for index in kept]
+    return Table("times", columns, [tuple(row[index] for index in kept) for row in rows])
 
 
 def _row(record: Record) -> tuple[Any, ...]:

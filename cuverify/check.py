@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cuverify import cases as registry
 from cuverify.cases import CheckCase
 from cuverify.check_findings import MergedFindings, case_fault, of_case
+from cuverify.check_shares import HostShares
 from cuverify.errors import ArgumentError, DeviceError, ToolchainError
 from cuverify.host.options import SCHEDULES
 from cuverify.report import Coverage, Finding, Report, Table
@@ -117,14 +118,19 @@ def run_checks(
     no_gpu = _why_no_gpu(device)
     if no_gpu is not None and device == "cuda":
         raise DeviceError(f"device='cuda': {no_gpu}; device='auto' checks without one")
-    with Compilations() as compilations:
+    with (
+        Compilations() as compilations,
+        HostShares(seed=seed, examples=examples, second_opinions=second_opinions) as shares,
+    ):
         run = _Run(
             wanted, seed, examples, silence_s, progress or _say_nothing, second_opinions,
-            compilations,
+            compilations, shares,
         )  # fmt: skip
-        # all texts compile in the background while the first cases run on the host lane
+        # all texts compile in the background while cases run on the host lane
         for subject in subjects:
             run.begin(subject)
+        if len(subjects) > 1:
+            run.share_out(subjects)
         for subject in subjects:
             run.compile(subject)
             run.on_host(subject)
@@ -190,6 +196,8 @@ class _Run:
     progress: Progress
     second_opinions: int
     compilations: Compilations
+    shares: HostShares
+    shared: set[str] = field(default_factory=set)  # references of cases that run in children
     findings: MergedFindings = field(default_factory=MergedFindings)
     gaps: dict[tuple[str, str], int] = field(default_factory=dict)  # (subject, reason) -> times
     compiled: dict[str, int] = field(default_factory=dict)  # kernels by architecture
@@ -271,19 +279,30 @@ class _Run:
             )
             self.findings.add(finding, subject.name, kernel, source)
 
+    def share_out(self, subjects: Sequence[_Subject]) -> None:
+        """Begin with the host lane of all cases that a child process can find."""
+        for subject in subjects:
+            if subject.reference is not None and subject.reference not in self.shared:
+                self.shared.add(subject.reference)
+                self.shares.begin(subject.reference)
+
     def on_host(self, subject: _Subject) -> None:
-        """Run the case's batches on the host lane."""
+        """Run the case's batches on the host lane, or wait for the child that does."""
         from cuverify.check_host import check_on_host
 
-        result = check_on_host(
-            subject.case,
-            seed=self.seed,
-            examples=self.examples,
-            progress=lambda label, done, total: self.progress(
-                f"{subject.name}: host lane {label}", done, total
-            ),
-            second_opinions=self.second_opinions,
-        )
+        def told(label: str, done: int, total: int) -> None:
+            self.progress(f"{subject.name}: host lane {label}", done, total)
+
+        if subject.reference in self.shared:
+            result = self.shares.result(subject.reference, subject.name, told)
+        else:
+            result = check_on_host(
+                subject.case,
+                seed=self.seed,
+                examples=self.examples,
+                progress=told,
+                second_opinions=self.second_opinions,
+            )
         self.opinions += result.second_opinions
         if result.no_second_opinion is not None:
             self.no_opinions.add(f"{subject.name}: {result.no_second_opinion}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuverify import cases as registry
-from cuverify.report import Coverage, Finding, plain
+from cuverify.report import Coverage, Finding
 from cuverify.validators.capture import CaptureResult, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
@@ -319,10 +319,7 @@ def _run_batch(
 def _plain(result: CaptureResult) -> dict[str, Any]:
     """Return a result as the JSON values of an ``end`` event."""
     return {
-        "findings": [
-            {**vars(finding), "evidence": plain(finding.evidence, f"evidence of {finding.rule}")}
-            for finding in result.findings
-        ],
+        "findings": [finding.to_json() for finding in result.findings],
         "coverage": [vars(line) for line in result.coverage],
         "summary": {
             "captures": int("capture" in result.seen.stages),

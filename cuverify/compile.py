@@ -5,8 +5,11 @@ NVRTC is reached through CuPy's binding, which loads without a driver.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cuverify.cache import cache_directory, prune, still_there
 from cuverify.cubin import Resources, read_resources, whole_image
 from cuverify.diagnostics import (
     ERROR_LIMIT,
@@ -27,7 +31,8 @@ from cuverify.diagnostics import (
     parse_nvrtc,
     with_excerpts,
 )
-from cuverify.errors import ArgumentError, CompileError, ToolchainError
+from cuverify.errors import ArgumentError, CacheError, CompileError, ToolchainError
+from cuverify.files import write_atomically
 from cuverify.sources import KernelSource, is_cuda_header
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
@@ -100,6 +105,8 @@ class Cubin:
     digest: str
 
 
+_KEPT_FILES = {"cubin-*.json": 1000}  # of 50 to 300 KB each, in the cache directory
+
 _memo: OrderedDict[tuple[str, ...], Cubin] = OrderedDict()
 _memo_lock = threading.Lock()
 _MEMO_SIZE = 256  # cubins of 20 to 200 KB
@@ -142,7 +149,7 @@ def compile_cubin(source: KernelSource, arch: str, *, options: Sequence[str] = (
     ----------
     source : KernelSource
         The text. Its headers are read anew; the same text, values, headers and options are
-        compiled once in a process.
+        compiled once, and found in the cache directory by later processes.
     arch : str
         One of `ARCHITECTURES`.
     options : sequence of str
@@ -177,6 +184,8 @@ def compile_cubin(source: KernelSource, arch: str, *, options: Sequence[str] = (
                 return _memo[key]
         cubin = _compile(nvrtc, version, source, digest, arch, tuple(options))
         if source.digest() == digest:
+            common = (*nvrtc_options(source), *options)
+            _keep(_cache_file(version, source.translation_unit(), arch, common), cubin)
             break
         # A header was saved while NVRTC read it: the image may hold either version, or both.
     with _memo_lock:
@@ -328,7 +337,7 @@ def _compile(
     common = (*nvrtc_options(source), *options)
     # From 12.9 on NVRTC keeps a cache of its own, and a hit in it comes without ptxas' log.
     fresh = ("--no-cache",) if version >= (12, 9) else ()
-    outcome = _run(
+    outcome = _kept(_cache_file(version, text, arch, common)) or _run(
         nvrtc, text, (*common, *fresh, "--ptxas-options=-v", f"--gpu-architecture={arch}")
     )
     shown = ".".join(map(str, version))
@@ -354,6 +363,51 @@ def _compile(
         nvrtc_version=version,
         digest=hashlib.sha256("\0".join(decisive).encode()).hexdigest(),
     )
+
+
+def _kept(file: Path | None) -> _Outcome | None:
+    """Return a compilation that succeeded before, None without one."""
+    if file is None or not still_there(file):
+        return None
+    try:
+        kept = json.loads(file.read_bytes())
+        return _Outcome("ok", kept["log"], base64.b64decode(kept["image"], validate=True))
+    except (OSError, ValueError, KeyError, TypeError):  # half of a file helps nobody
+        with contextlib.suppress(OSError):
+            file.unlink()
+        return None
+
+
+def _keep(file: Path | None, cubin: Cubin) -> None:
+    if file is None or file.exists():
+        return
+    kept = {"log": cubin.log, "image": base64.b64encode(cubin.image).decode()}
+    with contextlib.suppress(OSError):  # a full disk is no reason to fail
+        write_atomically(file, json.dumps(kept))
+        prune(file.parent, _KEPT_FILES)
+
+
+def _cache_file(
+    version: tuple[int, int], text: str, arch: str, options: tuple[str, ...]
+) -> Path | None:
+    """Return where a compilation is kept, None without a cache directory.
+
+    The text names the digest of the headers that it includes; those of CUDA are told apart by their
+    folder and the time at which they were installed.
+    """
+    try:
+        directory = cache_directory()
+    except CacheError:
+        return None
+    state = hashlib.sha256()
+    installed = [
+        str(header.stat().st_mtime_ns)
+        for header in (folder / "cuda_runtime_api.h" for folder in cuda_include_dirs())
+        if header.is_file()
+    ]
+    for part in (str(version), arch, *options, "--", *installed, "--", text):
+        state.update(f"{len(part)}:".encode() + part.encode())
+    return directory / f"cubin-{state.hexdigest()[:32]}.json"
 
 
 def _run(nvrtc: Any, text: str, options: tuple[str, ...], *, ptx: bool = False) -> _Outcome:

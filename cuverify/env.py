@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import cuverify
+from cuverify.cache import VARIABLE as CACHE_VARIABLE
+from cuverify.cache import cache_directory
 from cuverify.report import Finding, Report, Table
 
 State = Literal["found", "missing", "broken"]
 
 NVRTC_AT_LEAST = (12, 8)  # the first that compiles for sm_100 and sm_120
-CACHE_VARIABLE = "CUVERIFY_CACHE_DIR"
 # what a result depends on
 VERSIONED = ("cuverify", "python", "numpy", "torch", "CuPy", "NVRTC", "GPU", "driver")
 COMPILE, HOST_LANE, GPU_LANE = "compile for GPUs", "host lane", "GPU lane and capture"
@@ -359,9 +360,8 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
 
 def _cache() -> Part:
     from cuverify.errors import CacheError
-    from cuverify.host.build import cache_directory
 
-    use = "built host-lane kernels"
+    use = "what was compiled"
     fix = f"set {CACHE_VARIABLE} to a folder that you may write"
     try:
         return Part("cache directory", "found", str(cache_directory()), use)

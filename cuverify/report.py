@@ -67,6 +67,23 @@ class Finding:
         if self.severity not in _SEVERITIES:
             raise ArgumentError("severity", self.severity, f"use one of {', '.join(_SEVERITIES)}")
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; ``Finding(**fields)`` is the finding again.
+
+        Raises
+        ------
+        ArgumentError
+            The evidence has no JSON form.
+        """
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "message": self.message,
+            "where": self.where,
+            "evidence": plain(self.evidence, f"evidence of {self.rule}"),
+            "fix": self.fix,
+        }
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -182,17 +199,7 @@ class Report:
             "schema": SCHEMA,
             "title": self.title,
             "ok": self.ok,
-            "findings": [
-                {
-                    "rule": finding.rule,
-                    "severity": finding.severity,
-                    "message": finding.message,
-                    "where": finding.where,
-                    "evidence": plain(finding.evidence, f"evidence of {finding.rule}"),
-                    "fix": finding.fix,
-                }
-                for finding in self.findings
-            ],
+            "findings": [finding.to_json() for finding in self.findings],
             "coverage": [
                 {"subject": entry.subject, "status": entry.status, "detail": entry.detail}
                 for entry in self.coverage

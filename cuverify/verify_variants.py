@@ -33,6 +33,9 @@ class Variant:
         Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
         `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
+    lone : mapping of str to int
+        `-D` values of the text where a batch cannot have more than one row tile: its many pieces
+        are merged by all the registers there are.
     """
 
     stem: str
@@ -41,6 +44,7 @@ class Variant:
     columns: tuple[int, int] | None = None
     combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
+    lone: Mapping[str, int] = field(default_factory=dict)
 
     def fits(self, latent: int, rope: int, sm_scale: float) -> bool:
         """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
@@ -56,6 +60,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
         columns=(512, 64),
         combine_ctas=2,
         plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
+        lone={"COMBINE_UNROLL": 9, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
     ),
 }
 

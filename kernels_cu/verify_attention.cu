@@ -69,6 +69,10 @@
 #ifndef COMBINE_UNROLL
 #define COMBINE_UNROLL 6
 #endif
+// splits that are worth a further warp
+#ifndef COMBINE_LEAST
+#define COMBINE_LEAST 4
+#endif
 
 namespace {
 
@@ -720,23 +724,20 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns turns(combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL);
+    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+        combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     while (turns.next(turn)) {
-        const int sharing = turn.sharing;
-        const int request = combine_tiles[2 * turn.tile];
-        const int first_row = combine_tiles[2 * turn.tile + 1] * ROW_TILE;
-        const int first_token = static_cast<int>(qo_indptr[request]);
-        const int rows = (static_cast<int>(qo_indptr[request + 1]) - first_token) * HEADS;
+        const int sharing = turn.sharers();
         Mean mean;
         mean.clear();
         {
-            const int unit = turn.first_unit + warp / sharing;
+            const int unit = turn.first_unit + (warp >> turn.log_sharers);
             const int piece = unit * 32 + lane;
             const int row = piece / OUT_PIECES;
             const int column = piece % OUT_PIECES * PIECE;
-            const bool wanted = unit < UNITS && first_row + row < rows;
-            for (int slot = turn.begin + warp % sharing; slot < turn.end;
+            const bool wanted = unit < UNITS && turns.rows(turn, HEADS, ROW_TILE).has(row);
+            for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
                  slot += sharing * COMBINE_UNROLL) {
                 float weights[COMBINE_UNROLL];
                 uint4 values[COMBINE_UNROLL];
@@ -770,10 +771,12 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             means[warp][i][lane] = mean.value[i];
         }
         __syncthreads();
+        // asked for again: registers are for what is in flight
+        const merge::Rows rows = turns.rows(turn, HEADS, ROW_TILE);
         const int piece = (turn.first_unit + warp) * 32 + lane;  // a warp a unit
-        const int flat = first_row + piece / OUT_PIECES;
-        if (warp < WARPS / sharing && turn.first_unit + warp < UNITS && flat < rows) {
-            const float (*shares)[PIECE + 2][32] = means + warp * sharing;
+        const int flat = rows.first + piece / OUT_PIECES;
+        if (warp < WARPS >> turn.log_sharers && turn.first_unit + warp < UNITS && flat < rows.end) {
+            const float (*shares)[PIECE + 2][32] = means + (warp << turn.log_sharers);
             float largest = minus_infinity();
             for (int other = 0; other < sharing; ++other) {
                 largest = fmaxf(largest, shares[other][PIECE][lane]);
@@ -793,14 +796,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
             const bool sees = weight != 0.0f;
             const float inverse = sees ? 1.0f / weight : 0.0f;
             const int column = piece % OUT_PIECES * PIECE;
-            store128(out + static_cast<long long>(first_token + flat / HEADS) * out_stride +
+            store128(out + static_cast<long long>(rows.first_token + flat / HEADS) * out_stride +
                          flat % HEADS * LATENT + column,
                      make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
                                 bf16::pack(value[2] * inverse, value[3] * inverse),
                                 bf16::pack(value[4] * inverse, value[5] * inverse),
                                 bf16::pack(value[6] * inverse, value[7] * inverse)));
             if (column == 0) {
-                lse[static_cast<long long>(first_token) * HEADS + flat] =
+                lse[static_cast<long long>(rows.first_token) * HEADS + flat] =
                     sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
             }
         }

@@ -85,7 +85,11 @@
 #endif
 // splits that a warp of verify_combine_sm90 has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 5
+#define COMBINE_UNROLL 4
+#endif
+// splits that are worth a further warp
+#ifndef COMBINE_LEAST
+#define COMBINE_LEAST 4
 #endif
 
 namespace {
@@ -132,6 +136,8 @@ static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65
 static_assert(SHARED_BYTES <= 232448, "what a block of sm_90 can have");
 static_assert(COMBINE_THREADS == 256 || COMBINE_THREADS == 512,
               "warps divide the units of a row tile evenly");
+
+constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
@@ -682,6 +688,9 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
         const float scale_y = sum.y != 0.0f ? 1.0f / sum.y : 0.0f;
         const Item item = Item::read(plan, number);
         const int row = warp * 16 + lane / 4;
+        if (item.slot >= 0 && item.row_tile * ROW_TILE + row >= item.rows) {
+            continue;  // this thread's pieces are of no query
+        }
         if (item.slot >= 0) {
             uint4* to = reinterpret_cast<uint4*>(partial_out) +
                         item.slot * static_cast<long long>(ROW_TILE * LATENT / PIECE) +
@@ -897,14 +906,63 @@ struct Place {
     }
 };
 
+// What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
+using Share = float[2][6][32];
+
+// Where the rows of a row tile are written.
+struct Target {
+    merge::Rows rows;
+    bits16* out;
+    long long out_stride;
+    float* lse;
+
+    __device__ __forceinline__ void write(int row_of_tile, int column, float weight,
+                                          float log_weight, float first, float second) const {
+        if (rows.has(row_of_tile)) {
+            const int row = rows.first + row_of_tile;
+            const bool sees = weight != 0.0f;
+            const float inverse = sees ? 1.0f / weight : 0.0f;
+            const long long token = rows.first_token + row / HEADS;
+            bits16* to = out + token * out_stride + row % HEADS * LATENT + column;
+            *reinterpret_cast<unsigned*>(to) = bf16::pack(first * inverse, second * inverse);
+            if (column == 0) {
+                lse[static_cast<long long>(rows.first_token) * HEADS + row] =
+                    sees ? (log_weight + log2f(weight)) * LN_2 : minus_infinity();
+            }
+        }
+    }
+
+    // The sum of what SHARES warps have, for one row and one pair of columns of a place.
+    template <int SHARES>
+    __device__ __forceinline__ void write_sum(const Share* shares, const Place& place, int task,
+                                              int lane) const {
+        const int half = task % 2;
+        const int pair = task / 2 % 2;
+        float largest = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < SHARES; ++i) {
+            largest = fmaxf(largest, shares[i][half][4][lane]);
+        }
+        float weight = 0.0f;
+        float value[2] = {};
+#pragma unroll
+        for (int i = 0; i < SHARES; ++i) {
+            const float max = shares[i][half][4][lane];
+            const float factor = max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+            weight = fmaf(factor, shares[i][half][5][lane], weight);
+            value[0] = fmaf(factor, shares[i][half][2 * pair][lane], value[0]);
+            value[1] = fmaf(factor, shares[i][half][2 * pair + 1][lane], value[1]);
+        }
+        write(place.row + half * 8, place.column + pair * 8, weight, largest, value[0], value[1]);
+    }
+};
+
 }  // namespace
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 16 bytes are a unit, of which a row tile has 128. As many warps share a unit as it takes to have
-// all splits in flight at once, so a block takes several units of a row tile with few splits. It may
-// be launched before verify_partials_sm90 has ended, and waits before it reads what that kernel writes.
+// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. It may be launched before verify_partials_sm90 has ended, and waits before it reads what that kernel writes.
 //
 // @kernel verify_combine_sm90
 // @arch sm_90a
@@ -926,44 +984,24 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                         const int* __restrict__ combine_tiles, int tiles,
                         const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
-    constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int PIECES = ROW_TILE * LATENT / PIECE;
-    constexpr int UNITS = PIECES / 32;
-    SHARED_ARRAY(float, means, [WARPS][2][6][32]);
+    SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns turns(combine_indptr, tiles, UNITS, WARPS, COMBINE_UNROLL);
+    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+        combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     hopper::wait_for_dependency();
     while (turns.next(turn)) {
-        const int sharing = turn.sharing;
-        const int request = combine_tiles[2 * turn.tile];
-        const int first_row = combine_tiles[2 * turn.tile + 1] * ROW_TILE;
-        const int first_token = static_cast<int>(qo_indptr[request]);
-        const int rows = (static_cast<int>(qo_indptr[request + 1]) - first_token) * HEADS;
-        const Place own(turn.first_unit + warp / sharing, lane);
+        const int sharing = turn.sharers();
+        const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
+        const int end = turns.rows(turn, HEADS, ROW_TILE).has(own.row) ? turn.end : turn.begin;
         const uint4* pieces = reinterpret_cast<const uint4*>(partial_out) + own.piece;
-        const auto write = [&](int row_of_tile, int column, float weight, float log_weight,
-                               float first, float second) {
-            const int row = first_row + row_of_tile;
-            if (row < rows) {
-                const bool sees = weight != 0.0f;
-                const float inverse = sees ? 1.0f / weight : 0.0f;
-                const long long token = first_token + row / HEADS;
-                bits16* to = out + token * out_stride + row % HEADS * LATENT + column;
-                *reinterpret_cast<unsigned*>(to) = bf16::pack(first * inverse, second * inverse);
-                if (column == 0) {
-                    lse[static_cast<long long>(first_token) * HEADS + row] =
-                        sees ? (log_weight + log2f(weight)) * LN_2 : minus_infinity();
-                }
-            }
-        };
-
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
-        for (int slot = turn.begin + warp % sharing; slot < turn.end;
+        for (int slot = turn.begin + (warp & (sharing - 1)); slot < end;
              slot += sharing * COMBINE_UNROLL) {
             float weights[COMBINE_UNROLL][2];
             uint4 values[COMBINE_UNROLL];
@@ -972,7 +1010,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                 weights[k][0] = weights[k][1] = minus_infinity();
                 values[k] = make_uint4(0, 0, 0, 0);
                 const int from = slot + k * sharing;  // of less than 4,096 slots
-                if (from < turn.end) {
+                if (from < end) {
                     weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + own.row);
                     weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + own.row + 8);
                     values[k] = __ldcg(pieces + from * PIECES);
@@ -992,13 +1030,15 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                 mean[1].add(weights[k][1], values[k].y, values[k].w);
             }
         }
+        // asked for again: registers are for what is in flight
+        const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
         if (sharing == 1) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const Mean& done = mean[half];
                 const int row = own.row + half * 8;
-                write(row, own.column, done.weight, done.max, done.value[0], done.value[1]);
-                write(row, own.column + 8, done.weight, done.max, done.value[2], done.value[3]);
+                to.write(row, own.column, done.weight, done.max, done.value[0], done.value[1]);
+                to.write(row, own.column + 8, done.weight, done.max, done.value[2], done.value[3]);
             }
             continue;
         }
@@ -1013,29 +1053,22 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
         }
         __syncthreads();
         // A warp for each pair of columns of each of a unit's two rows.
-        for (int task = warp; task < WARPS / sharing * 4; task += WARPS) {
-            const int half = task % 2;
-            const int pair = task / 2 % 2;
+        for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
             const Place place(turn.first_unit + task / 4, lane);
-            const float (*shares)[2][6][32] = means + task / 4 * sharing;
-            float largest = minus_infinity();
-#pragma unroll 4
-            for (int other = 0; other < sharing; ++other) {
-                largest = fmaxf(largest, shares[other][half][4][lane]);
+            const Share* shares = means + (task / 4 << turn.log_sharers);
+            switch (turn.log_sharers) {
+                case 1:
+                    to.write_sum<2>(shares, place, task, lane);
+                    break;
+                case 2:
+                    to.write_sum<4>(shares, place, task, lane);
+                    break;
+                case 3:
+                    to.write_sum<8>(shares, place, task, lane);
+                    break;
+                default:
+                    to.write_sum<16>(shares, place, task, lane);
             }
-            float weight = 0.0f;
-            float value[2] = {};
-#pragma unroll 4
-            for (int other = 0; other < sharing; ++other) {
-                const float max = shares[other][half][4][lane];
-                const float factor =
-                    max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
-                weight = fmaf(factor, shares[other][half][5][lane], weight);
-                value[0] = fmaf(factor, shares[other][half][2 * pair][lane], value[0]);
-                value[1] = fmaf(factor, shares[other][half][2 * pair + 1][lane], value[1]);
-            }
-            write(place.row + half * 8, place.column + pair * 8, weight, largest, value[0],
-                  value[1]);
         }
         __syncthreads();
     }

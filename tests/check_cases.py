@@ -5,6 +5,7 @@ A child process imports this file by its path, as it would a case of somebody el
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -190,6 +191,10 @@ def and_a_torch_operation(kernel: Any, launch: list[Any]) -> None:
     launch[2].mul_(1.0)
 
 
+def ends_the_process(kernel: Any, launch: list[Any]) -> None:
+    os.abort()
+
+
 def first_half_only(kernel: Any, launch: list[Any]) -> None:
     import torch
 
@@ -228,4 +233,5 @@ FORKED = Case("forked", launch=on_a_forked_stream)
 EXTRA = Case("extra", launch=and_a_torch_operation)
 EXTRA_DECLARED = Case("extra_declared", launch=and_a_torch_operation, only_recorded=False)
 HALF = Case("half", launch=first_half_only)
+DIES = Case("dies", launch=ends_the_process)
 NOT_A_CASE = object()

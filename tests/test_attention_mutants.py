@@ -105,7 +105,7 @@ PLANTED = [
     Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
     Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? STAGES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
     Mutant("the ring is too short by a tile", ATTENTION, "(STAGES - 1) * TILE;\n", "(STAGES - 2) * TILE;\n", ("numbers",)),
-    Mutant("the first split is not combined", ATTENTION, "int slot = turn.begin + warp % sharing;", "int slot = turn.begin + 1 + warp % sharing;", ("numbers",)),
+    Mutant("the first split is not combined", ATTENTION, "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
     Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
@@ -133,6 +133,8 @@ STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", batch_of([3] * 2 + [33], [70, 1, 9], latent=16, masks="any"), {"num_ctas": 2}),
     # more pieces than verify_combine has warps, and several turns a block
     ("", batch_of([300], [16], latent=16, draft_source="separate", spread=4.0), {"num_ctas": 24, "combine_ctas": 1, "values": {"COMBINE_THREADS": 64, "COMBINE_UNROLL": 2}}),
+    # several warps share a unit, and a block has another turn behind that
+    ("", batch_of([300], [24], latent=16, spread=4.0), {"num_ctas": 24, "combine_ctas": 2}),
     # two blocks an entry
     ("", batch_of([60, 20], [9, 9], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "HALVES_ROWS": 4096}}),
     # more requests than verify_plan has threads

@@ -177,6 +177,8 @@ def test_a_report_shows_times_floors_and_rates(one_bench: Any) -> None:
     assert column(report, "floor %") == [25.0, None]
     assert column(report, "GB/s") == [2000.0, None]
     assert column(report, "TFLOP/s") == [1000.0, None]
+    # of no peer, no reading and no graph of its own
+    assert not {"peer", "read us", "alone us"} & set(report.tables[0].columns)
     (finding,) = report.findings
     assert (finding.rule, finding.message) == ("bench-gate", "made_up: y[0] is 1")
     assert not report.ok

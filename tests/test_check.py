@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuverify.validators.child import ChildOutcome
 
-from cuverify import cases, check, check_device
+from cuverify import cases, check, check_device, check_shares
 from cuverify.check import run_checks
 from cuverify.check_device import DeviceResult, check_on_device
 from cuverify.check_findings import MergedFindings
@@ -148,6 +149,37 @@ def test_cases_are_independent_of_each_other() -> None:
     assert rules(report) == ["case", "host-mismatch"]
     assert [row[0] for row in report.tables[1].rows] == ["no_batches", "wrong", "clean"]
     assert line(report, "compile") == "not inspected, no architecture was asked for"
+
+
+def test_a_case_beside_others_is_judged_as_alone() -> None:
+    names = ["RACES", "NO_REFILL", "WRONG", "OVERRUNS"]
+    together = checked(*names, architectures=[], seed=4, examples=3)
+    alone = [checked(name, architectures=[], seed=4, examples=3) for name in names]
+    assert together.findings == [found for report in alone for found in report.findings]
+    assert together.tables[1].rows == [row for report in alone for row in report.tables[1].rows]
+
+
+def test_a_case_that_ends_its_process_leaves_the_others_alone() -> None:
+    report = checked("DIES", "CLEAN", architectures=[])
+    (finding,) = report.findings
+    assert finding.rule == "host-process"
+    assert finding.message.startswith("dies: the process")
+    assert "SIGABRT" in finding.message
+    assert finding.evidence["inputs"] == "drawn 0"
+    assert [row[:4] for row in report.tables[1].rows] == [["dies", 1, 1, 0], ["clean", 1, 2, 8]]
+    assert not report.ok
+
+
+def test_how_a_child_of_a_check_ends() -> None:
+    silent = check_shares.result_of("made up", ChildOutcome("timeout"))
+    assert ["said nothing for 300 s" in found.message for found in silent.findings] == [True]
+    raised = ChildOutcome("raised", error="ValueError: no", kind="ValueError", trace="a trace")
+    (found,) = check_shares.result_of("made up", raised).findings
+    assert found.message.endswith("ValueError: no")
+    assert found.evidence == {"log": "a trace"}
+    missing = ChildOutcome("raised", error="ToolchainError: no compiler", kind="ToolchainError")
+    with pytest.raises(ToolchainError, match=r"^no compiler$"):
+        check_shares.result_of("made up", missing)
 
 
 def test_the_seed_and_the_number_of_examples_reach_the_case() -> None:

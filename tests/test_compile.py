@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -281,6 +282,70 @@ def test_threads_and_copies() -> None:
         found = list(pool.map(lambda _: compile_cubin(source, "sm_80"), range(8)))
     assert len({cubin.digest for cubin in found}) == 1
     assert pickle.loads(pickle.dumps(found[0])) == copy.deepcopy(found[0]) == found[0]
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own, and a process that has compiled nothing yet."""
+    monkeypatch.setenv("CUVERIFY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuverify.compile, "_memo", OrderedDict())
+    return tmp_path / "cache"
+
+
+def test_another_process_finds_what_was_compiled(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = text('extern "C" __global__ void kept(int* p) { *p = 3; }')
+    first = compile_cubin(source, "sm_80")
+    (file,) = empty_cache.glob("cubin-*.json")
+    run = cuverify.compile._run
+    monkeypatch.setattr(cuverify.compile, "_run", None)
+    cuverify.compile._memo.clear()
+    assert compile_cubin(source, "sm_80") == first
+    monkeypatch.setattr(cuverify.compile, "_run", run)
+    for damaged in (b"", b"{}", b'{"log": "", "image": "?"}', b"[]"):
+        file.write_bytes(damaged)
+        cuverify.compile._memo.clear()
+        assert compile_cubin(source, "sm_80").image == first.image
+        assert file.read_bytes() != damaged
+    # another architecture, option or text is another file
+    compile_cubin(source, "sm_90")
+    compile_cubin(source, "sm_80", options=["-maxrregcount=32"])
+    compile_cubin(text('extern "C" __global__ void kept(int* p) { *p = 4; }'), "sm_80")
+    assert len(list(empty_cache.glob("cubin-*.json"))) == 4
+
+
+def test_what_does_not_compile_or_changed_meanwhile_is_not_kept(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(text("int broken = ;"), "sm_80")
+    assert list(empty_cache.glob("cubin-*")) == []
+    header = tmp_path / "a.cuh"
+    header.write_text("#define N 1\n")
+    source = text('#include "a.cuh"\n__device__ int n = N;', include_dirs=[tmp_path])
+    old = source.translation_unit()
+    run = cuverify.compile._run
+
+    def run_and_save(*arguments: Any) -> Any:
+        header.write_text("#define N 2\n")
+        return run(*arguments)
+
+    monkeypatch.setattr(cuverify.compile, "_run", run_and_save)
+    compile_cubin(source, "sm_80")
+    assert len(list(empty_cache.glob("cubin-*"))) == 1
+    options = nvrtc_options(source)
+    version = compile_cubin(source, "sm_80").nvrtc_version
+    file = cuverify.compile._cache_file(version, old, "sm_80", options)
+    assert file is not None
+    assert not file.exists()
+
+
+def test_without_a_cache_directory_everything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUVERIFY_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert compile_cubin(text("__device__ int uncached;"), "sm_80").image
 
 
 def test_the_memory_of_compiled_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

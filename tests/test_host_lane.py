@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cuverify
+from cuverify.cache import cache_directory
 from cuverify.errors import ArgumentError, CheckerError, CompileError, ContractError, LaunchError
 from cuverify.host import build
 from cuverify.host.options import SCHEDULES, current_options
@@ -485,7 +486,7 @@ class TestOptions:
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an own cache directory that holds the built runtimes, which take seconds, and no more."""
-    for built in build.cache_directory().glob("runtime-*.o"):
+    for built in cache_directory().glob("runtime-*.o"):
         shutil.copy(built, tmp_path)
     monkeypatch.setenv("CUVERIFY_CACHE_DIR", str(tmp_path))
     return tmp_path

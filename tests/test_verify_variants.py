@@ -192,8 +192,21 @@ def in_order_of_accumulators(rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
         ([5, 6, 11, 21, 41, 2], [8, 3, 8, 1, 7, 8], 7),
         ([90, 3], [8, 5], 3),
         ([2] * 33 + [7], [8] * 34, 50),
+        ([4], [8], 16),
+        ([13, 2], [3, 8], 64),
+        ([19], [8], 64),
+        ([49], [1], 128),
     ],
-    ids=["two", "all ways to share", "more than are in flight", "more row tiles than lanes"],
+    ids=[
+        "two",
+        "several turns a block",
+        "more than are in flight",
+        "more row tiles than lanes",
+        "two share",
+        "four share and one alone",
+        "eight share",
+        "sixteen share",
+    ],
 )
 def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> None:
     rng = np.random.default_rng(sum(splits))
@@ -319,11 +332,9 @@ def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[st
 
 
 @gpu
-@examples(60)
+@examples(25)  # as for the portable text
 @given(
-    batch=verify_batches(
-        max_requests=6, max_seq_len=2000, max_tree_tokens=140, widths=((512, 64),)
-    ),
+    batch=verify_batches(max_requests=3, max_seq_len=500, max_tree_tokens=70, widths=((512, 64),)),
     num_ctas=st.sampled_from([1, 7, 132]),
     plan_values=st.sampled_from([FINE, HALVES, None]),
 )

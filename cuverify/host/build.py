@@ -6,8 +6,6 @@ text, values, headers, shim, runtime, compiler and flags. Files appear there who
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import hashlib
 import os
@@ -17,9 +15,10 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
+from cuverify.cache import VARIABLE, cache_directory, prune, still_there
 from cuverify.contract import kernels_in
 from cuverify.diagnostics import parse_gnu, with_excerpts
-from cuverify.errors import CacheError, CompileError
+from cuverify.errors import CompileError
 from cuverify.host.toolchain import SANITIZERS, Compiler
 from cuverify.sources import KernelSource
 
@@ -29,32 +28,6 @@ _KEPT_FILES = {"*.so": 1000, "program-*": 100}
 
 # What this process has found or built, by cache directory as the environment names it and by key.
 _known: dict[tuple[str | None, str], Path] = {}
-
-
-def cache_directory() -> Path:
-    """Return the directory for built libraries, made if need be.
-
-    `CUVERIFY_CACHE_DIR` overrides the user's cache directory.
-
-    Raises
-    ------
-    CacheError
-        If it cannot be made or written.
-    """
-    import platformdirs
-
-    chosen = os.environ.get("CUVERIFY_CACHE_DIR")
-    directory = Path(chosen) if chosen else platformdirs.user_cache_path("cuverify")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise CacheError(
-            f"cache directory {directory} cannot be written ({error.strerror}); "
-            "set CUVERIFY_CACHE_DIR to one that can"
-        ) from None
-    return directory
 
 
 def build_library(source: KernelSource, compiler: Compiler, *, checked: bool) -> Path:
@@ -80,9 +53,9 @@ def build_library(source: KernelSource, compiler: Compiler, *, checked: bool) ->
     def key() -> str:
         return _key(compiler, flags, source.digest())
 
-    chosen = os.environ.get("CUVERIFY_CACHE_DIR")
+    chosen = os.environ.get(VARIABLE)
     known = _known.get((chosen, name := key()))
-    if known is not None and _still_there(known):
+    if known is not None and still_there(known):
         return known
     directory = cache_directory()
 
@@ -145,30 +118,19 @@ def _cached(
     before and after it was made.
     """
     file = directory / name.format(key())
-    while not _still_there(file):
+    while not still_there(file):
         _runtime_digest.cache_clear()
         before = key()
         file = directory / name.format(before)
-        if _still_there(file):
+        if still_there(file):
             break
         with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
             made = make(Path(scratch))
             _runtime_digest.cache_clear()
             if key() == before:
                 made.replace(file)
-                _prune(directory)
+                prune(directory, _KEPT_FILES)
     return file
-
-
-def _still_there(file: Path) -> bool:
-    """Return whether a file exists, and mark it as used."""
-    try:
-        os.utime(file)
-    except FileNotFoundError:
-        return False
-    except OSError:  # somebody else's cache, which can be read only
-        return file.exists()
-    return True
 
 
 def _kernel_object(
@@ -267,17 +229,3 @@ def _digest(*parts: str) -> str:
     for part in parts:
         state.update(f"{len(part)}:".encode() + part.encode())
     return state.hexdigest()[:32]
-
-
-def _prune(directory: Path) -> None:
-    def age(file: Path) -> float:
-        try:
-            return file.stat().st_mtime
-        except OSError:  # another process was faster
-            return 0.0
-
-    for pattern, kept in _KEPT_FILES.items():
-        files = sorted(directory.glob(pattern), key=age)
-        for file in files[: max(0, len(files) - kept)]:
-            with contextlib.suppress(OSError):
-                file.unlink()

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor
+from cuverify.cache import cache_directory
 from cuverify.errors import ArgumentError, ToolchainError
 from cuverify.geometry import Dim3
 from cuverify.host import faults
-from cuverify.host.build import build_program, cache_directory
+from cuverify.host.build import build_program
 from cuverify.host.lines import is_shim, line_table
 from cuverify.host.options import MMA_MODELS, SCHEDULES, HostOptions, current_options
 from cuverify.host.regions import Region, regions_of

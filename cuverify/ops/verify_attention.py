@@ -246,6 +246,8 @@ class VerifyAttention:
         if values is None:
             rows = plan.max_tree_tokens * heads
             values = choice_for(device, variant=self.variant, rows=rows).values
+            if self._most_row_tiles() == 1:
+                values = {**VARIANTS[self.variant].lone, **values}
         partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
@@ -279,8 +281,12 @@ class VerifyAttention:
         count = multiprocessors(device)
         if count is None:
             return _HOST_COMBINE_CTAS
-        tiles = min(self.plan.num_ctas, max_row_tiles(self.plan.batch, self.tokens, self.heads))
-        return min(VARIANTS[self.variant].combine_ctas * count, _COMBINE_UNITS * tiles)
+        most = VARIANTS[self.variant].combine_ctas * count
+        return min(most, _COMBINE_UNITS * self._most_row_tiles())
+
+    def _most_row_tiles(self) -> int:
+        """Return how many row tiles can be cut at most."""
+        return min(self.plan.num_ctas, max_row_tiles(self.plan.batch, self.tokens, self.heads))
 
 
 def verify_attention_kernels(

@@ -1,53 +1,81 @@
 // How the blocks of a kernel that merges partials divide their work: row tiles have different numbers
 // of splits, which only the device knows, and the grid is fixed.
 //
-// A row tile is a number of units, a warp's work each if all of its splits can be in flight at once;
-// else several warps share a unit. A block does warps / sharers units of one row tile in a turn. Every
-// warp finds the turns of its block by itself: a lane looks at one row tile, and nobody waits.
+// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits: as many as there are
+// for all units at once, so that no block has a second turn while another one has none, but none for
+// fewer than LEAST splits. A block does as many units of one row tile in a turn as it has warps for.
+// Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all of
+// it at once, and hands it on through registers. Nobody waits, and no load waits for another one but
+// for the rows' bounds, which are needed last.
 #pragma once
 
 namespace merge {
 
 constexpr unsigned ALL = 0xffffffffu;
 
-// How many warps share a unit: the least power of 2 that has all splits in flight, up to `warps`.
-__device__ __forceinline__ int sharers(int splits, int warps, int in_flight) {
-    int count = 1;
-    while (count < warps && count * in_flight < splits) {
-        count *= 2;
+// The exponent of a power of 2.
+template <int POWER>
+constexpr int log2_of = 1 + log2_of<POWER / 2>;
+template <>
+constexpr int log2_of<1> = 0;
+
+// The least e with `value` <= `unit` x 2^e, up to LIMIT.
+template <int LIMIT>
+__device__ __forceinline__ int log_parts(int value, int unit) {
+    int e = 0;
+#pragma unroll
+    for (int k = 0; k < LIMIT; ++k) {
+        e += value > unit << k;
     }
-    return count;
+    return e;
 }
 
 // What a block does at once, the same in all of its threads.
 struct Turn {
-    int tile;   // in the list of those that were cut
-    int begin;  // its partial slots
+    int begin;  // the row tile's partial slots
     int end;
-    int sharing;
+    int log_sharers;  // 2^this many warps share a unit
     int first_unit;
+    int owner;  // the lane that knows the row tile
+
+    __device__ __forceinline__ int sharers() const { return 1 << log_sharers; }
 };
 
-// The turns of this block. All lanes of all warps take part in every call.
+// The query rows of a row tile.
+struct Rows {
+    int first_token;  // of the request
+    int first;        // of the request's rows
+    int end;
+
+    __device__ __forceinline__ bool has(int row_of_tile) const { return first + row_of_tile < end; }
+};
+
+// The turns of a block of THREADS threads. All lanes of all warps take part in every call.
+template <int UNITS, int THREADS, int LEAST, typename QoIndex>
 struct Turns {
+    static constexpr int LOG_WARPS = log2_of<THREADS / 32>;  // at most 5
+
     const int* indptr;  // bounds of the slots of each row tile that was cut; empty behind the last
+    const int* cut;     // request and row tile of each
+    const QoIndex* qo_indptr;
     int count;
-    int units;  // of a row tile
-    int warps;
-    int in_flight;
 
     int first = 0;   // row tile of lane 0
     int before = 0;  // turns of earlier row tiles
     int number;      // of the turn
     int own_end;     // turns up to this lane's row tile
+    int begin;       // of this lane's row tile, as are the following
+    int end;
+    int known;  // its number in the request x 8, and the exponent of its sharers
+    int first_token;
+    int end_token;
 
-    __device__ __forceinline__ Turns(const int* bounds, int tiles, int units_of_a_tile,
-                                     int warps_of_a_block, int splits_in_flight)
+    __device__ __forceinline__ Turns(const int* bounds, const int* cut_tiles, int tiles,
+                                     const QoIndex* bounds_of_trees)
         : indptr(bounds),
+          cut(cut_tiles),
+          qo_indptr(bounds_of_trees),
           count(tiles),
-          units(units_of_a_tile),
-          warps(warps_of_a_block),
-          in_flight(splits_in_flight),
           number(static_cast<int>(blockIdx.x)) {
         look();
     }
@@ -55,9 +83,27 @@ struct Turns {
     __device__ __forceinline__ void look() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int tile = first + lane;
-        const int splits = tile < count ? indptr[tile + 1] - indptr[tile] : 0;
-        const int at_once = warps / sharers(splits, warps, in_flight);
-        own_end = splits == 0 ? 0 : (units + at_once - 1) / at_once;
+        const bool inside = tile < count;
+        begin = inside ? indptr[tile] : 0;
+        end = inside ? indptr[tile + 1] : 0;
+        const int request = inside ? cut[2 * tile] : -1;
+        const int row_tile = inside ? cut[2 * tile + 1] : 0;
+        first_token = request < 0 ? 0 : static_cast<int>(qo_indptr[request]);
+        end_token = request < 0 ? 0 : static_cast<int>(qo_indptr[request + 1]);
+        const int splits = end - begin;
+        // Warps are left over only where these row tiles are all there are.
+        const int busy = __popc(__ballot_sync(ALL, splits > 0));
+        const bool few = first == 0 && (busy < 32 || count <= 32);
+        const int warps = static_cast<int>(gridDim.x) << LOG_WARPS;
+        int spare = 0;
+#pragma unroll
+        for (int k = 1; k <= LOG_WARPS; ++k) {
+            spare += few && (busy * UNITS) << k <= warps;
+        }
+        const int log_sharers = min(spare, log_parts<LOG_WARPS>(splits, LEAST));
+        known = row_tile * 8 + log_sharers;
+        const int log_at_once = LOG_WARPS - log_sharers;
+        own_end = splits == 0 ? 0 : (UNITS + (1 << log_at_once) - 1) >> log_at_once;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int lower = __shfl_up_sync(ALL, own_end, distance);
@@ -78,15 +124,22 @@ struct Turns {
             total = __shfl_sync(ALL, own_end, 31);
         }
         const int within = number - before;
-        const int owner = __popc(__ballot_sync(ALL, own_end <= within));
-        const int previous = __shfl_sync(ALL, own_end, max(owner - 1, 0));
-        turn.tile = first + owner;
-        turn.begin = indptr[turn.tile];
-        turn.end = indptr[turn.tile + 1];
-        turn.sharing = sharers(turn.end - turn.begin, warps, in_flight);
-        turn.first_unit = (within - (owner == 0 ? 0 : previous)) * (warps / turn.sharing);
+        turn.owner = __popc(__ballot_sync(ALL, own_end <= within));
+        const int previous = __shfl_sync(ALL, own_end, max(turn.owner - 1, 0));
+        turn.begin = __shfl_sync(ALL, begin, turn.owner);
+        turn.end = __shfl_sync(ALL, end, turn.owner);
+        turn.log_sharers = __shfl_sync(ALL, known, turn.owner) % 8;
+        turn.first_unit = (within - (turn.owner == 0 ? 0 : previous))
+                          << (LOG_WARPS - turn.log_sharers);
         number += static_cast<int>(gridDim.x);
         return true;
+    }
+
+    // The rows of the turn that was given last, of `heads` heads a token in row tiles of `size`.
+    __device__ __forceinline__ Rows rows(const Turn& turn, int heads, int size) const {
+        const int token = __shfl_sync(ALL, first_token, turn.owner);
+        return {token, __shfl_sync(ALL, known, turn.owner) / 8 * size,
+                (__shfl_sync(ALL, end_token, turn.owner) - token) * heads};
     }
 };
 
