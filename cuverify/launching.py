@@ -49,17 +49,18 @@ def resident_blocks(kernel: Kernel, device: str | None) -> int | None:
     As many a multiprocessor as the text's ``RESIDENT`` says, if its shared memory holds them.
     """
     count = multiprocessors(device)
-    if count is None:
+    if count is None or device is None:
         return None
     room = shared_room(device) // ((kernel.declared_shared() or 0) + RESERVED_SHARED)
     return count * max(1, min(number_of(kernel, "RESIDENT"), room))
 
 
-def shared_room(device: str | None) -> int:
+def shared_room(device: str) -> int:
     """Return the bytes of shared memory that a multiprocessor has for all of its blocks."""
-    import torch
+    import cupy
 
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    attributes = cupy.cuda.Device(int(device.removeprefix("cuda:"))).attributes
+    return int(attributes["MaxSharedMemoryPerMultiprocessor"])
 
 
 def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocessor: int) -> int:

@@ -837,8 +837,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(combine_indptr, combine_tiles,
-                                                                 tiles, qo_indptr, UNITS);
+    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+        combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     while (turns.next(turn)) {
         const int sharing = turn.sharers();

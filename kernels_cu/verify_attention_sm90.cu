@@ -1004,8 +1004,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(combine_indptr, combine_tiles,
-                                                                 tiles, qo_indptr, PIECES / 32);
+    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+        combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     hopper::wait_for_dependency();
     while (turns.next(turn)) {

@@ -74,6 +74,7 @@
 #ifndef COMBINE_UNROLL
 #define COMBINE_UNROLL 5
 #endif
+
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
 #define COMBINE_LEAST 4
@@ -719,7 +720,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
-// Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan.
+// Launch: any number of blocks of COMBINE_THREADS threads by the KV heads; the grid need not know the
+// plan.
 //
 // @kernel verify_gqa_combine
 // @param partial_out    read   bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
@@ -741,23 +743,22 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                        long long out_stride, float* __restrict__ lse) {
     constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
+    constexpr int UNITS = ROWS * ROW_PIECES / 32;
     SHARED_ARRAY(float, means, [COMBINE_WARPS][combine::PIECE + 2][32]);
-    const int units = kv_heads * (ROWS * ROW_PIECES / 32);
-    merge::Turns<COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(combine_indptr, combine_tiles,
-                                                                 tiles, qo_indptr, units);
+    const int kv_head = static_cast<int>(blockIdx.y);
+    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+        combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     while (turns.next(turn)) {
-        const merge::Rows rows = turns.rows(turn, GROUP, ROWS);
-        combine::units<COMBINE_WARPS, COMBINE_UNROLL, ROW_PIECES>(
-            turn, units, partial_out, partial_lse, means,
-            [&](int piece) { return rows.has(piece / ROW_PIECES % ROWS); },
-            [&](int piece, uint4 columns, float log_sum) {
-                const int flat = rows.first + piece / ROW_PIECES % ROWS;
+        combine::units<COMBINE_WARPS, COMBINE_UNROLL, UNITS, ROWS>(
+            turns, turn, GROUP, partial_out + static_cast<long long>(kv_head) * ROWS * DIM,
+            partial_lse + static_cast<long long>(kv_head) * ROWS, kv_heads * ROWS, means,
+            [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
+                const int flat = rows.first + row;
                 const long long token = rows.first_token + flat / GROUP;
-                const int head = piece / ROW_PIECES / ROWS * GROUP + flat % GROUP;
-                const int column = piece % ROW_PIECES * PIECE;
-                store128(out + token * out_stride + head * DIM + column, columns);
-                if (column == 0) {
+                const int head = kv_head * GROUP + flat % GROUP;
+                store128(out + token * out_stride + head * DIM + piece * PIECE, columns);
+                if (piece == 0) {
                     lse[token * kv_heads * GROUP + head] = log_sum * LN_2;
                 }
             });

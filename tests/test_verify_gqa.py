@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuverify
-from cuverify import gqa_problem
+from cuverify import gqa_problem, launching
 from cuverify.bench import Timing
 from cuverify.benches import verify_gqa as bench
 from cuverify.buffers import read
@@ -459,6 +459,24 @@ def test_nothing_is_spilled_and_shared_memory_fits(
             assert (spilled, resources.stack_bytes) == ((0, 0), 0), resources
             shared = resources.static_shared_bytes + (kernel.declared_shared() or 0)
             assert shared <= min(max_shared_bytes(arch), max_shared_bytes("sm_120"))
+
+
+@pytest.mark.parametrize(
+    ("kib", "chosen"), [(228, VALUES), (164, COMPACT_VALUES), (100, COMPACT_VALUES)]
+)
+def test_tiles_are_as_large_as_two_blocks_allow(
+    kib: int, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "shared_room", lambda device: kib << 10)
+    monkeypatch.setattr(launching, "shared_room", lambda device: kib << 10)
+    monkeypatch.setattr(launching, "multiprocessors", lambda device: 10)
+    for rows in VALUES:
+        values = op.text_values(rows, "cuda:0")
+        assert values == chosen[rows]
+        kernel, _ = verify_gqa_kernels(ROWS=rows, **values)
+        wanted = 10 if (rows, kib) == (16, 100) else 20
+        assert launching.resident_blocks(kernel, "cuda:0") == wanted
+    assert op.text_values(64, None) == VALUES[64]
 
 
 # --- misuse --------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def text_values(rows: int, device: str | None) -> Mapping[str, int]:
     device : str or None
         As torch names it; ``cpu`` or None for the host lane.
     """
-    if device in (None, "cpu"):
+    if device is None or device == "cpu":
         return VALUES[rows]
     partials, _ = verify_gqa_kernels(ROWS=rows, **VALUES[rows])
     two = 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED)
@@ -250,7 +250,8 @@ class VerifyGqa:
     workspace : GqaWorkspace, optional
         The caller's buffers; of the layer's own if absent.
     combine_ctas : int, optional
-        Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
+        Blocks that merge partials of each KV head. Enough to fill the GPU with all heads if absent,
+        and 2 on the host lane.
     values : mapping of str to int, optional
         `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
 
@@ -402,17 +403,18 @@ class VerifyGqa:
         self.partials()
         self.combine()
 
-    def _combine_grid(self, combine_ctas: int | None, device: str | None) -> int:
+    def _combine_grid(self, combine_ctas: int | None, device: str | None) -> tuple[int, int]:
         if combine_ctas is not None:
             check_int("combine_ctas", combine_ctas, 1, 2**31 - 1, "blocks")
-            return combine_ctas
+            return combine_ctas, self.kv_heads
         count = multiprocessors(device)
         if count is None:
-            return HOST_CTAS
+            return HOST_CTAS, self.kv_heads
         plan = self.plan
         tiles = min(plan.num_ctas, max_row_tiles(plan.batch, self.tokens, plan.heads))
-        units = tiles * self.kv_heads * self.rows * HEAD_DIM // 256
-        return min(_COMBINE_CTAS_PER_MULTIPROCESSOR * count, units)
+        units = tiles * self.rows * HEAD_DIM // 256
+        most = _COMBINE_CTAS_PER_MULTIPROCESSOR * count // self.kv_heads
+        return max(1, min(most, units)), self.kv_heads
 
 
 def verify_gqa_kernels(**values: int | str) -> tuple[Kernel, Kernel]:

@@ -1,7 +1,7 @@
 // Merges the pieces of a row tile: the mean of its partial slots, weighted by their log-sum-exps.
 //
-// A slot holds rows of ROW_PIECES pieces, a piece is 8 columns of bfloat16, and 32 pieces are a unit;
-// merge.cuh says which warps do which units. Slots that other warps have read meet in shared memory.
+// A row is a number of pieces, a piece is 8 columns of bfloat16, and 32 pieces are a unit;
+// merge.cuh says which warps do which units. What several warps have read meets in shared memory.
 #pragma once
 
 #include "bf16.cuh"
@@ -60,24 +60,25 @@ struct Mean {
 template <int WARPS>
 using Means = float[WARPS][PIECE + 2][32];
 
-// Does the units of one turn. `wanted(piece)` says whether a piece of the row tile has a row that
-// somebody asked for, `write(piece, columns, lse)` takes the result and its log-sum-exp to base 2; both
-// know a piece by its number in the slot. All threads of the block take part.
-template <int WARPS, int UNROLL, int ROW_PIECES, class Wanted, class Write>
-__device__ __forceinline__ void units(const merge::Turn& turn, int count,
+// Does the units of one turn, of row tiles of SIZE rows and `heads` rows a token. A row tile has UNITS of
+// them, and a slot `slot_rows` rows, of which those from `partial_out` and `partial_lse` on are the row
+// tile's. `write(rows, row, piece, columns, lse)` takes a piece of a row of the row tile and the
+// log-sum-exp to base 2. All threads of the block take part.
+template <int WARPS, int UNROLL, int UNITS, int SIZE, class Turns, class Write>
+__device__ __forceinline__ void units(const Turns& turns, const merge::Turn& turn, int heads,
                                       const unsigned short* partial_out, const float* partial_lse,
-                                      Means<WARPS>& means, const Wanted& wanted,
-                                      const Write& write) {
+                                      int slot_rows, Means<WARPS>& means, const Write& write) {
+    constexpr int ROW_PIECES = UNITS * 32 / SIZE;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int sharing = turn.sharers();
-    const long long slot_pieces = count * 32ll;
     Mean mean;
     mean.clear();
     {
         const int unit = turn.first_unit + (warp >> turn.log_sharers);
-        const int piece = unit * 32 + lane;
-        const bool given = unit < count && wanted(piece);
+        const int row = (unit * 32 + lane) / ROW_PIECES;
+        const int column = (unit * 32 + lane) % ROW_PIECES * PIECE;
+        const bool given = unit < UNITS && turns.rows(turn, heads, SIZE).has(row);
         for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
              slot += sharing * UNROLL) {
             float weights[UNROLL];
@@ -87,9 +88,11 @@ __device__ __forceinline__ void units(const merge::Turn& turn, int count,
                 weights[k] = minus_infinity();
                 values[k] = make_uint4(0, 0, 0, 0);
                 if (given && slot + k * sharing < turn.end) {
-                    const long long at = (slot + k * sharing) * slot_pieces + piece;
-                    weights[k] = partial_lse[at / ROW_PIECES];
-                    values[k] = load128(partial_out + at * PIECE);
+                    // 4,096 slots of 1,024 heads of 64 rows are counted in 32 bits
+                    const int at = (slot + k * sharing) * slot_rows + row;
+                    weights[k] = partial_lse[at];
+                    values[k] = load128(partial_out +
+                                        static_cast<long long>(at) * (ROW_PIECES * PIECE) + column);
                 }
             }
             float largest = weights[0];
@@ -111,9 +114,11 @@ __device__ __forceinline__ void units(const merge::Turn& turn, int count,
         means[warp][i][lane] = mean.value[i];
     }
     __syncthreads();
+    // asked for again: registers are for what is in flight
+    const merge::Rows rows = turns.rows(turn, heads, SIZE);
     const int unit = turn.first_unit + warp;  // a warp a unit
-    const int piece = unit * 32 + lane;
-    if (warp < WARPS >> turn.log_sharers && unit < count && wanted(piece)) {
+    const int row = (unit * 32 + lane) / ROW_PIECES;
+    if (warp < WARPS >> turn.log_sharers && unit < UNITS && rows.has(row)) {
         const float (*shares)[PIECE + 2][32] = means + (warp << turn.log_sharers);
         float largest = minus_infinity();
         for (int other = 0; other < sharing; ++other) {
@@ -132,7 +137,7 @@ __device__ __forceinline__ void units(const merge::Turn& turn, int count,
         }
         const bool sees = weight != 0.0f;
         const float inverse = sees ? 1.0f / weight : 0.0f;
-        write(piece,
+        write(rows, row, (unit * 32 + lane) % ROW_PIECES,
               make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
                          bf16::pack(value[2] * inverse, value[3] * inverse),
                          bf16::pack(value[4] * inverse, value[5] * inverse),

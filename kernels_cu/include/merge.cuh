@@ -51,7 +51,7 @@ struct Rows {
 };
 
 // The turns of a block of THREADS threads. All lanes of all warps take part in every call.
-template <int THREADS, int LEAST, typename QoIndex>
+template <int UNITS, int THREADS, int LEAST, typename QoIndex>
 struct Turns {
     static constexpr int LOG_WARPS = log2_of<THREADS / 32>;  // at most 5
 
@@ -59,7 +59,6 @@ struct Turns {
     const int* cut;     // request and row tile of each
     const QoIndex* qo_indptr;
     int count;
-    int units;  // of a row tile
 
     int first = 0;   // row tile of lane 0
     int before = 0;  // turns of earlier row tiles
@@ -72,12 +71,11 @@ struct Turns {
     int end_token;
 
     __device__ __forceinline__ Turns(const int* bounds, const int* cut_tiles, int tiles,
-                                     const QoIndex* bounds_of_trees, int units_of_a_tile)
+                                     const QoIndex* bounds_of_trees)
         : indptr(bounds),
           cut(cut_tiles),
           qo_indptr(bounds_of_trees),
           count(tiles),
-          units(units_of_a_tile),
           number(static_cast<int>(blockIdx.x)) {
         look();
     }
@@ -100,12 +98,12 @@ struct Turns {
         int spare = 0;
 #pragma unroll
         for (int k = 1; k <= LOG_WARPS; ++k) {
-            spare += few && static_cast<long long>(busy * units) << k <= warps;
+            spare += few && (busy * UNITS) << k <= warps;
         }
         const int log_sharers = min(spare, log_parts<LOG_WARPS>(splits, LEAST));
         known = row_tile * 8 + log_sharers;
         const int log_at_once = LOG_WARPS - log_sharers;
-        own_end = splits == 0 ? 0 : (units + (1 << log_at_once) - 1) >> log_at_once;
+        own_end = splits == 0 ? 0 : (UNITS + (1 << log_at_once) - 1) >> log_at_once;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int lower = __shfl_up_sync(ALL, own_end, distance);
