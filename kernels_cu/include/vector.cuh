@@ -4,7 +4,7 @@
 
 #ifdef CUVERIFY_HOST
 
-CUVERIFY_APART inline uint4 load128(const void* address, CUVERIFY_SITE) {
+inline uint4 load128(const void* address, CUVERIFY_SITE) {
     ::cuverify_host::read_access(address, 16, CUVERIFY_GIVEN);
     uint4 value;
     __builtin_memcpy(&value, address, 16);
@@ -13,7 +13,7 @@ CUVERIFY_APART inline uint4 load128(const void* address, CUVERIFY_SITE) {
 inline uint4 load128_nc(const void* address, CUVERIFY_SITE) {
     return load128(address, site_file, site_line);
 }
-CUVERIFY_APART inline void store128(void* address, uint4 value, CUVERIFY_SITE) {
+inline void store128(void* address, uint4 value, CUVERIFY_SITE) {
     ::cuverify_host::write_access(address, 16, CUVERIFY_GIVEN);
     __builtin_memcpy(address, &value, 16);
 }
