@@ -88,6 +88,12 @@ CUVERIFY_APART inline void* checked_fill(void* to, int value, size_t bytes, CUVE
 #define memmove(...) ::cuverify_host::checked_copy(__VA_ARGS__)
 #define memset(...) ::cuverify_host::checked_fill(__VA_ARGS__)
 
+// The wrappers of vector.cuh, which tell the checker themselves, too. Their text is a part of what was
+// recorded on GPUs, so what only the host lane wants to say of them stands here.
+CUVERIFY_APART inline uint4 load128(const void* address, const char* site_file, int site_line);
+CUVERIFY_APART inline void store128(void* address, uint4 value, const char* site_file,
+                                    int site_line);
+
 #include "cuverify_host_math.h"
 #include "cuverify_host_sync.h"
 #include "cuverify_host_atomics.h"
