@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from cuverify.validators import validate
 from cuverify.validators.compare import compare_all, host_array
 from hypothesis import given
 from hypothesis import strategies as st
@@ -294,6 +295,14 @@ def test_the_case_gives_batches_of_every_kind() -> None:
     assert 0 in codes and len(codes) > 2
     shapes = [batch.shape for _, batch in CASE.device_batches(examples=8)]
     assert len(set(shapes)) == 4
+
+
+@gpu
+def test_the_validator_finds_nothing() -> None:
+    report = validate(CASE, examples=8)
+    assert report.findings == [], report.to_text()
+    inspected = {line.subject for line in report.coverage if line.status == "inspected"}
+    assert {"capture", "graph nodes", "pointers of the graph", "replay"} <= inspected
 
 
 @gpu

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuverify.validators import validate
 from cuverify.validators.compare import compare_all, host_array
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,6 +208,14 @@ def test_the_case_gives_pools_of_every_kind() -> None:
     assert set(defrag_kernels()) == {
         "defrag_mark", "defrag_compact", "defrag_index", "defrag_rewrite",
     }  # fmt: skip
+
+
+@gpu
+def test_the_validator_finds_nothing() -> None:
+    report = validate(CASE, examples=4)
+    assert report.findings == [], report.to_text()
+    inspected = {line.subject for line in report.coverage if line.status == "inspected"}
+    assert {"capture", "graph nodes", "pointers of the graph", "replay"} <= inspected
 
 
 @gpu

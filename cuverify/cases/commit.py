@@ -174,6 +174,12 @@ class CommitStep:
             made.update(count=work.count, src=work.src, dst=work.dst)
         return made
 
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What a commit changes in place: a second one behind it moves on from there."""
+        made = self.outputs
+        return {name: made[name] for name in ("req_to_token", "out_cache_loc", "pools")}
+
     def refill(self, batch: CommitBatch) -> None:
         """Write another batch of the same shape, and the pools as they were at the start."""
         if batch.shape != self.shape:
