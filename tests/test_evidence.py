@@ -462,21 +462,26 @@ def test_a_recorded_finding_is_an_error(tree: Path) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_check_is_recorded_by_case(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
     def check(name: str, **options: Any) -> DeviceResult:
+        asked[name] = options
         found = [Finding("CV601", "error", "differs")] if name == "relocate" else []
         totals = {"captures": 7, "launches": 8, "kernel_nodes": 9, "replays": 10, "more": 1}
-        return DeviceResult(findings=found, batches=options["examples"], totals=totals)
+        return DeviceResult(findings=found, batches=options["examples"] or 5, totals=totals)
 
     monkeypatch.setattr(check_device, "check_on_device", check)
-    monkeypatch.setattr(check_device, "jobs_of_this_machine", lambda: 2)
+    monkeypatch.setattr(check_device, "jobs_of_this_machine", lambda: 8)
     path = evidence.record("check", root=tree)
     entries = {entry["case"]: entry for entry in evidence.load(path)["sections"]["check"]["data"]}
     assert entries.keys() == set(cases.names())
     assert entries["relocate"]["findings"] == ["CV601 differs"]
     assert entries["verify_plan"] == {
-        **CASE, "case": "verify_plan", "batches": 300, "captures": 7, "launches": 8,
+        **CASE, "case": "verify_plan", "batches": 5, "captures": 7, "launches": 8,
         "kernel_nodes": 9, "replays": 10,
     }  # fmt: skip
+    assert entries["verify_attention"]["batches"] == 300
+    assert (asked["verify_attention"]["jobs"], asked["verify_plan"]["jobs"]) == (6, 2)
 
 
 @pytest.mark.usefixtures("gpu")
