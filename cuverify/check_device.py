@@ -8,7 +8,6 @@ back as events.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 
 from cuverify import cases as registry
 from cuverify.report import Coverage, Finding
+from cuverify.resources import processors
 from cuverify.validators.capture import CaptureResult, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
@@ -119,8 +119,7 @@ def jobs_of_this_machine() -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    return max(1, min(_MOST_JOBS, processors // 2, memory // _BYTES_A_JOB))
+    return max(1, min(_MOST_JOBS, processors() // 2, memory // _BYTES_A_JOB))
 
 
 def _run_share(

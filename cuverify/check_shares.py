@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,26 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from cuverify.check_host import HostResult, check_on_host
 from cuverify.errors import ToolchainError
+from cuverify.host.options import current_options, host_options
 from cuverify.report import Finding
+from cuverify.resources import processors
 
 if TYPE_CHECKING:
     from cuverify.validators.child import ChildOutcome, Emit
 
-SILENCE_S = 300.0  # a batch takes seconds, a first build of a kernel half a minute
+SILENCE_S = 900.0  # a batch takes seconds, a first build of a kernel half a minute
 _LOOK_S = 0.2  # between two looks at what a child has said
 
 _Told = tuple[str, int, int]  # the batch, how many are done, of how many
 
 
-class _GivenUpError(Exception):
-    """The check ended: the child has nobody to tell."""
-
-
 class HostShares:
     """Host-lane stages in the background, a child process a processor.
 
-    A context manager; at its end, what has not begun is given up and what runs is ended at its next
-    batch.
+    They run with the settings of the host lane that are in force here, but for counts. A context
+    manager; at its end, what has not begun is given up and what runs is ended.
 
     Parameters
     ----------
@@ -45,8 +42,14 @@ class HostShares:
     """
 
     def __init__(self, *, seed: int, examples: int | None, second_opinions: int) -> None:
-        self._work = {"seed": seed, "examples": examples, "second_opinions": second_opinions}
-        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        options = dataclasses.replace(current_options(), counts=None)
+        self._work = {
+            "seed": seed,
+            "examples": examples,
+            "second_opinions": second_opinions,
+            "options": dataclasses.asdict(options),
+        }
+        self._pool = ThreadPoolExecutor(max_workers=processors())
         self._jobs: dict[str, Future[ChildOutcome]] = {}
         self._told: dict[str, _Told] = {}
         self._ended = threading.Event()
@@ -59,13 +62,16 @@ class HostShares:
         from cuverify.validators.child import run_child
 
         def hear(event: Mapping[str, Any]) -> None:
-            if self._ended.is_set():
-                raise _GivenUpError
             if "batch" in event:
                 self._told[reference] = event["batch"], event["done"], event["total"]
 
-        work = {"reference": reference, **self._work}
-        return run_child(f"{__name__}:run_share", work, silence_s=SILENCE_S, on_event=hear)
+        return run_child(
+            f"{__name__}:run_share",
+            {"reference": reference, **self._work},
+            silence_s=SILENCE_S,
+            on_event=hear,
+            cancelled=self._ended,
+        )
 
     def result(
         self, reference: str, name: str, progress: Callable[[str, int, int], None]
@@ -105,7 +111,8 @@ def run_share(work: Mapping[str, Any], emit: Emit) -> None:
     Parameters
     ----------
     work : mapping
-        ``reference``, ``seed``, ``examples`` and ``second_opinions``.
+        ``reference``, ``seed``, ``examples``, ``second_opinions``, and the ``options`` of the host
+        lane.
     emit : callable
         Told each batch, and at the end the result.
     """
@@ -114,13 +121,14 @@ def run_share(work: Mapping[str, Any], emit: Emit) -> None:
     def tell(label: str, done: int, total: int) -> None:
         emit({"batch": label, "done": done, "total": total})
 
-    result = check_on_host(
-        cases.load(work["reference"]),
-        seed=work["seed"],
-        examples=work["examples"],
-        progress=tell,
-        second_opinions=work["second_opinions"],
-    )
+    with host_options(**work["options"]):
+        result = check_on_host(
+            cases.load(work["reference"]),
+            seed=work["seed"],
+            examples=work["examples"],
+            progress=tell,
+            second_opinions=work["second_opinions"],
+        )
     told = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     emit({"result": {**told, "findings": [finding.to_json() for finding in result.findings]}})
 

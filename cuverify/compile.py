@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -105,6 +106,8 @@ class Cubin:
     digest: str
 
 
+# Of each package with CUDA headers a file that a new version of it writes anew.
+_HEADER_MARKS = ("cuda_runtime_api.h", "cuda/std/version", "crt/host_defines.h")
 _KEPT_FILES = {"cubin-*.json": 1000}  # of 50 to 300 KB each, in the cache directory
 
 _memo: OrderedDict[tuple[str, ...], Cubin] = OrderedDict()
@@ -182,10 +185,12 @@ def compile_cubin(source: KernelSource, arch: str, *, options: Sequence[str] = (
             if key in _memo:
                 _memo.move_to_end(key)
                 return _memo[key]
-        cubin = _compile(nvrtc, version, source, digest, arch, tuple(options))
+        # read once: what is kept is kept under the text that was compiled
+        text = source.translation_unit()
+        file = _cache_file(version, text, arch, (*nvrtc_options(source), *options))
+        cubin = _compile(nvrtc, version, source, text, digest, arch, tuple(options), file)
         if source.digest() == digest:
-            common = (*nvrtc_options(source), *options)
-            _keep(_cache_file(version, source.translation_unit(), arch, common), cubin)
+            _keep(file, cubin)
             break
         # A header was saved while NVRTC read it: the image may hold either version, or both.
     with _memo_lock:
@@ -329,15 +334,16 @@ def _compile(
     nvrtc: Any,
     version: tuple[int, int],
     source: KernelSource,
+    text: str,
     digest: str,
     arch: str,
     options: tuple[str, ...],
+    file: Path | None,
 ) -> Cubin:
-    text = source.translation_unit()
     common = (*nvrtc_options(source), *options)
     # From 12.9 on NVRTC keeps a cache of its own, and a hit in it comes without ptxas' log.
     fresh = ("--no-cache",) if version >= (12, 9) else ()
-    outcome = _kept(_cache_file(version, text, arch, common)) or _run(
+    outcome = _kept(file) or _run(
         nvrtc, text, (*common, *fresh, "--ptxas-options=-v", f"--gpu-architecture={arch}")
     )
     shown = ".".join(map(str, version))
@@ -392,22 +398,38 @@ def _cache_file(
 ) -> Path | None:
     """Return where a compilation is kept, None without a cache directory.
 
-    The text names the digest of the headers that it includes; those of CUDA are told apart by their
-    folder and the time at which they were installed.
+    The text names the digest of the headers that it includes; CUDA's headers and NVRTC itself are
+    told apart by the sizes and times of some of their files.
     """
     try:
         directory = cache_directory()
     except CacheError:
         return None
+    installed = [folder / mark for folder in cuda_include_dirs() for mark in _HEADER_MARKS]
+    marks = [_mark(file) for file in (*installed, *_loaded_nvrtc())]
     state = hashlib.sha256()
-    installed = [
-        str(header.stat().st_mtime_ns)
-        for header in (folder / "cuda_runtime_api.h" for folder in cuda_include_dirs())
-        if header.is_file()
-    ]
-    for part in (str(version), arch, *options, "--", *installed, "--", text):
+    for part in (str(version), arch, *options, "--", *marks, "--", text):
         state.update(f"{len(part)}:".encode() + part.encode())
     return directory / f"cubin-{state.hexdigest()[:32]}.json"
+
+
+def _mark(file: Path) -> str:
+    try:
+        found = file.stat()
+    except OSError:
+        return ""
+    return f"{file} {found.st_size} {found.st_mtime_ns}"
+
+
+@functools.cache
+def _loaded_nvrtc() -> tuple[Path, ...]:
+    """Return the files of NVRTC that this process has loaded, none where that cannot be told."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return ()
+    lines = (line.split(maxsplit=5) for line in maps.splitlines())
+    return tuple(sorted({Path(line[5]) for line in lines if len(line) > 5 and "nvrtc" in line[5]}))
 
 
 def _run(nvrtc: Any, text: str, options: tuple[str, ...], *, ptx: bool = False) -> _Outcome:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from pathlib import Path
+
+_umask = threading.Lock()  # there is no asking for it without changing it, for the whole process
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -33,8 +36,9 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes files private; a report is as readable as any other file of the user
-        umask = os.umask(0)
-        os.umask(umask)
+        with _umask:
+            umask = os.umask(0)
+            os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
     except BaseException:

@@ -212,9 +212,12 @@ def judge_copies(
 
 
 def _mismatch(out: Any, lse: Any, problem: Judged) -> str:
+    import torch
+
     from cuverify.tolerances import attention_bounds
     from cuverify.validators.compare import compare_all, host_array
 
     found = {"out": host_array(out), "lse": host_array(lse)}
-    wrong = compare_all(found, attention_bounds(problem.exact, problem.baseline))
+    dtype = "fp16" if out.dtype == torch.float16 else "bf16"
+    wrong = compare_all(found, attention_bounds(problem.exact, problem.baseline, dtype=dtype))
     return str(wrong[0]) if wrong else "out or lse is just beyond its bound"

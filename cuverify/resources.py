@@ -75,6 +75,13 @@ def find_source(
     return KernelSource.from_file(Path(target), values=values or {})
 
 
+def processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Compilations:
     """Compilations in the background, a thread a processor: NVRTC lets go of Python's lock.
 
@@ -82,7 +89,7 @@ class Compilations:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        self._pool = ThreadPoolExecutor(max_workers=processors())
         self._jobs: dict[tuple[KernelSource, str], Future[Cubin]] = {}
 
     def begin(self, source: KernelSource, arch: str) -> Future[Cubin]:

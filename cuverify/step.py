@@ -107,9 +107,9 @@ class StepTensors:
     root_tokens, seq_lens, req_pool_indices : tensor of int64, shape (B,)
         Inputs: token of each root, tokens in front of it, row of the table.
     req_to_token : tensor of int32, shape (rows, width)
-        Input: slots by request and position.
+        Input: slots by request and position. A commit by table permutes each tree's in place.
     out_cache_loc : tensor of int64, shape (N,)
-        Input: slots of the tree tokens.
+        Input: slots of the tree tokens, of each replay anew: a commit by table permutes them, too.
     qo_indptr : tensor of int32, shape (B + 1,)
         ``b * nodes``, written when the tensors are made.
     kv_indices : tensor of int32, shape (listed,)
@@ -117,7 +117,7 @@ class StepTensors:
     q : tensor of bfloat16, shape (layers, N, H, latent + rope)
         Input of each layer.
     kv : tensor of bfloat16, shape (layers, slots, latent + rope)
-        The pools.
+        The pools. A commit by rows moves rows of the trees in them.
     out, lse : tensor of bfloat16 and float32, shapes (layers, N, H, latent) and (layers, N, H)
         Written by each layer.
     logits : tensor of bfloat16, shape (N, vocabulary)

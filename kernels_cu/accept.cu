@@ -249,8 +249,7 @@ extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS, ARGMAX_RESIDENT)
 // @param target write int64 [rows]
 // @block ARGMAX_THREADS
 extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
-    argmax_merge(const unsigned long long* __restrict__ best, int rows, int pieces,
-                 long long* target) {
+    argmax_merge(const unsigned long long* best, int rows, int pieces, long long* target) {
     constexpr int WARPS = ARGMAX_THREADS / LANES;
     early::wait_for_dependency();
     const int lane = static_cast<int>(threadIdx.x) % LANES;

@@ -25,6 +25,7 @@
 //
 // Both kernels: no host reads, no allocation; every buffer is the caller's.
 
+#include "early.cuh"
 #include "scan.cuh"
 #include "shared.cuh"
 
@@ -151,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
                 long long* src, long long* dst, int* count, SEQ_INDEX* new_lens, int* status) {
     SHARED_ARRAY(int, sums, [block::MAX_WARPS]);
     SHARED_ARRAY(int, first, [1]);
+    early::launch_dependents();  // a move waits before it reads the list
     const Accepted accepted = {accept_index, accept_token_num, qo_indptr,
                                seq_lens,     req_pool_indices, depth,
                                tokens,       pool_rows,        pool_width};

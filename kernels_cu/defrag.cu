@@ -19,6 +19,7 @@
 //
 // All kernels: no host reads, no allocation; every buffer is the caller's.
 
+#include "early.cuh"
 #include "scan.cuh"
 #include "shared.cuh"
 
@@ -146,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS)
     defrag_compact(long long num_slots, int batch, int budget, unsigned* live, int* fault,
                    long long* src, long long* dst, int* count, int* status) {
     SHARED_ARRAY(int, sums, [block::MAX_WARPS]);
+    early::launch_dependents();  // a move waits before it reads the list
     const int thread = static_cast<int>(threadIdx.x);
     const int words = static_cast<int>((num_slots + 31) / 32);
     const int each = (words + COMPACT_THREADS - 1) / COMPACT_THREADS;

@@ -210,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(TOPK_THREADS)
 // @param token_ids write int64 [rows, k]
 // @block TOPK_THREADS
 extern "C" __global__ void __launch_bounds__(TOPK_THREADS)
-    draft_topk_merge(const unsigned long long* __restrict__ best, const float* __restrict__ sums,
-                     int rows, int pieces, int k, float* logprobs, long long* token_ids) {
+    draft_topk_merge(const unsigned long long* best, const float* sums, int rows, int pieces, int k,
+                     float* logprobs, long long* token_ids) {
     SHARED_ARRAY(Board, boards, [1]);
     Board& board = boards[0];
     early::wait_for_dependency();

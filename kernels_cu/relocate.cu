@@ -775,8 +775,8 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 
     Column column(columns, number);
 
-    // Everything that does not depend on another load travels at once.
-    early::launch_dependents();
+    // Everything that does not depend on another load travels at once. What follows is not let start:
+    // nothing that this kernel belongs to does.
     early::wait_for_dependency();
     const int length = count[0];
     const Move judged = lane < room ? list(0, lane) : Move{0, 0};

@@ -176,8 +176,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS_THREADS)
 // @param kv_indices       update KV_INDEX [*]          slots of all requests
 // @block SLOTS_THREADS
 extern "C" __global__ void __launch_bounds__(SLOTS_THREADS)
-    verify_slots(const KV_BOUND* __restrict__ kv_indptr,
-                 const POOL_INDEX* __restrict__ req_pool_indices,
+    verify_slots(const KV_BOUND* kv_indptr, const POOL_INDEX* __restrict__ req_pool_indices,
                  const int* __restrict__ req_to_token, const long long* __restrict__ out_cache_loc,
                  long long row_stride, int batch, int n, KV_INDEX* __restrict__ kv_indices) {
     constexpr int EACH = 8;

@@ -6,6 +6,7 @@ A child process imports this file by its path, as it would a case of somebody el
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,12 @@ class BrokenCase(Case):
         raise ZeroDivisionError("no batches today")
 
 
+class SleepyCase(Case):
+    def batches(self, *, seed: int = 0, examples: int = 2) -> list[tuple[str, Batch]]:
+        time.sleep(60)
+        return []
+
+
 class BrokenRefill(Case):
     def step(self, batch: Batch, xp: str) -> Step:
         step = Step(self, batch, xp)
@@ -222,6 +229,7 @@ OVERRUNS = Case("overruns", text=PAST_THE_END)
 DOES_NOT_COMPILE = Case("does_not_compile", text=NOT_CPP)
 SPILLING = Case("spilling", text=SPILLS)
 NO_BATCHES = BrokenCase("no_batches")
+SLEEPS = SleepyCase("sleeps")
 NO_REFILL = BrokenRefill("no_refill")
 
 HANGS = Case("hangs", text=SPINS)

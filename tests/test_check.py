@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cuverify.check import run_checks
 from cuverify.check_device import DeviceResult, check_on_device
 from cuverify.check_findings import MergedFindings
 from cuverify.errors import ArgumentError, CaseError, DeviceError, ToolchainError
+from cuverify.host.options import host_options
 from cuverify.report import Coverage, Finding, Report
 
 CASES = Path(__file__).with_name("check_cases.py")
@@ -170,9 +172,24 @@ def test_a_case_that_ends_its_process_leaves_the_others_alone() -> None:
     assert not report.ok
 
 
+def test_settings_of_the_host_lane_hold_for_cases_beside_others() -> None:
+    with host_options(compiler="no-such-compiler"), pytest.raises(ToolchainError):
+        checked("CLEAN", "WRONG", architectures=[])
+
+
+def test_an_interrupt_ends_cases_that_say_nothing() -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        checked("CLEAN", "SLEEPS", architectures=[], progress=interrupt)
+    assert time.monotonic() - started < 30  # it would sleep for a minute
+
+
 def test_how_a_child_of_a_check_ends() -> None:
     silent = check_shares.result_of("made up", ChildOutcome("timeout"))
-    assert ["said nothing for 300 s" in found.message for found in silent.findings] == [True]
+    assert ["said nothing for 900 s" in found.message for found in silent.findings] == [True]
     raised = ChildOutcome("raised", error="ValueError: no", kind="ValueError", trace="a trace")
     (found,) = check_shares.result_of("made up", raised).findings
     assert found.message.endswith("ValueError: no")

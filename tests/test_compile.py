@@ -340,6 +340,33 @@ def test_what_does_not_compile_or_changed_meanwhile_is_not_kept(
     assert not file.exists()
 
 
+def test_other_headers_or_another_nvrtc_of_a_version_are_other_keys(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "cuda" / "std" / "version"
+    header.parent.mkdir(parents=True)
+    monkeypatch.setattr(cuverify.compile, "cuda_include_dirs", lambda: (tmp_path,))
+
+    def key() -> Path | None:
+        return cuverify.compile._cache_file((12, 9), "int a;", "sm_80", ("-std=c++17",))
+
+    keys = [key()]
+    for content in ("1", "22"):
+        header.write_text(content)
+        keys.append(key())
+    for files in ((), (header,)):
+        monkeypatch.setattr(cuverify.compile, "_loaded_nvrtc", lambda files=files: files)
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert key() == key()
+
+
+def test_the_nvrtc_that_is_loaded_is_known() -> None:
+    compile_cubin(text("__device__ int loads;"), "sm_80")
+    cuverify.compile._loaded_nvrtc.cache_clear()
+    assert any("libnvrtc" in file.name for file in cuverify.compile._loaded_nvrtc())
+
+
 def test_without_a_cache_directory_everything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

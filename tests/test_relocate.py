@@ -430,7 +430,7 @@ def test_every_row_size_with_every_batch_of_loads(row_bytes: int, unroll: int, x
         (1, 0), (5, 11), (7, 7), (0, 5), layers=3, row_bytes=row_bytes, row_stride=row_bytes + 32
     )
     for way in WAYS.values():
-        values = {"UNROLL": unroll, **way.get("values", {})}
+        values = {"UNROLL": unroll, "LIST_UNROLL": unroll, **way.get("values", {})}
         assert_right(batch.padded(6), xp, **{**way, "values": values})
 
 
@@ -482,6 +482,8 @@ def test_every_number_of_layers(layers: int, xp: Target) -> None:
 @both_lanes
 def test_grids_that_rows_and_layers_do_not_divide(xp: Target) -> None:
     values = {"ROWS_THREADS": 32, "LIST_THREADS": 32, "FEW_THREADS": 32}
+    by_columns = {"FEW_ROWS": 0}
+    by_rows = {**BY_ROWS["values"], "LIST_THREADS": 32}
     rows = [(2 * row, 2 * row + 1) for row in range(9)] + [(30, 30)]
     for count in (0, 1, 5, 10):
         for layers in (1, 3, 7):
@@ -489,6 +491,8 @@ def test_grids_that_rows_and_layers_do_not_divide(xp: Target) -> None:
             batch = moves(*rows[:count], num_slots=32, **shape).padded(12)
             for num_ctas in (1, 3, 20):
                 assert_right(batch, xp, num_ctas=num_ctas, values=values)
+                assert_right(batch, xp, num_ctas=num_ctas, values={**values, **by_columns})
+                assert_right(batch, xp, num_ctas=num_ctas, values={**values, **by_rows})
                 assert_right(batch, xp, num_ctas=num_ctas, values=values, **LONG)
 
 

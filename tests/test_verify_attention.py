@@ -669,6 +669,8 @@ MISUSE = [
     ("a scale of codes that are none", lambda a: {"kv_scale": 0.5}, "kv_scale=0.5.*kv is bf16"),
     *((f"a scale of {scale}", lambda a, scale=scale: {"kv": codes(), "kv_scale": scale}, f"kv_scale={scale}.*above 0")
       for scale in (0.0, -1.0, float("inf"), float("nan"))),
+    *((f"a scale of {scale}", lambda a, scale=scale: {"kv": codes(), "kv_scale": scale}, "kv_scale=.*float32")
+      for scale in (1e-46, 1e-38, 1e37)),
     ("a scale as a tensor", lambda a: {"kv": codes(), "kv_scale": np.ones(1, np.float32)}, "kv_scale=.*above 0"),
     ("scratch of another type", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((12, 64, 64), np.float16))}, "partial_out=.*float16.*bf16"),
 ]  # fmt: skip

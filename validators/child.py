@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal, NoReturn
 
@@ -37,6 +38,7 @@ _MODULE = "cuverify.validators.child"
 _LOG_TAIL = 4000  # characters of the child's own output that an outcome carries
 _END_S = 10.0  # for a child that has said everything to end by itself
 _KILL_S = 30.0  # for the driver to take a killed process's context apart
+_LOOK_S = 0.2  # between two looks at whether the caller still wants it
 _STACK_S = 0.3  # for a hanging process to write its stack
 _WHERE = signal.SIGUSR1 if os.name == "posix" else signal.SIGTERM  # asks for that stack
 _ORPHANED = 70  # exit status of a child whose parent is gone
@@ -105,6 +107,7 @@ def run_child(
     silence_s: float,
     on_event: Callable[[Mapping[str, Any]], None] | None = None,
     environment: Mapping[str, str] | None = None,
+    cancelled: threading.Event | None = None,
 ) -> ChildOutcome:
     """Run ``task(work, emit)`` in a child process.
 
@@ -121,6 +124,8 @@ def run_child(
         Called here with each event as it arrives.
     environment : mapping, optional
         Variables to set in the child, on top of this process's.
+    cancelled : threading.Event, optional
+        Ends the child soon after it is set, and this call with a `CancelledError`.
 
     Returns
     -------
@@ -149,7 +154,7 @@ def run_child(
     with tempfile.TemporaryFile() as log:
         with _child_process(log, environment) as (process, pipe):
             _send_work(process, task, work)
-            silent = _listen(process, pipe, heard, silence_s, on_event)
+            silent = _listen(process, pipe, heard, silence_s, on_event, cancelled)
             # a forked process of the child's can hold the pipe open after the child is gone
             silent = silent and process.poll() is None
             if silent and heard.events:
@@ -239,13 +244,20 @@ def _listen(
     heard: _Heard,
     silence_s: float,
     on_event: Callable[[Mapping[str, Any]], None] | None,
+    cancelled: threading.Event | None,
 ) -> bool:
     """Read events until the child closes the pipe; return True when it fell silent instead."""
     deadline = time.monotonic() + silence_s
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         while heard.last is None:
-            if not selector.select(timeout=max(0.0, deadline - time.monotonic())):
+            left = max(0.0, deadline - time.monotonic())
+            patience = left if cancelled is None else min(left, _LOOK_S)
+            if not selector.select(timeout=patience):
+                if cancelled is not None and cancelled.is_set():
+                    raise CancelledError
+                if left > patience:
+                    continue
                 return True
             chunk = os.read(pipe, 1 << 16)
             if not chunk:

@@ -88,6 +88,7 @@ class _Timed:
     """A checked step on long prefixes, and its graph."""
 
     def __init__(self, requests: int, length: int, nodes: int) -> None:
+        from cuverify.ops.verify_plan import VerifyPlan
         from cuverify.step_workload import DrawnVerifyStep, StepBatch
 
         torch: Any = importlib.import_module("torch")
@@ -120,6 +121,16 @@ class _Timed:
         tensors.req_to_token[1 : requests + 1, :each] = taken
         tensors.out_cache_loc.copy_(taken[:, length:].reshape(-1))
         self.eager: Callable[[], None] = self.drawn
+        plan = self.drawn.step.plan
+        self.cuts = VerifyPlan(  # the peer makes its lists itself
+            tensors.seq_lens,
+            tensors.qo_indptr,
+            heads=sizes.heads,
+            max_tokens=sizes.tokens,
+            max_tree_tokens=sizes.nodes,
+            workspace=plan.workspace,
+            kv_indices=tensors.kv_indices,
+        )
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -158,7 +169,7 @@ class _Timed:
             tensors.logprobs, tensors.token_ids, tensors.root_tokens, tensors.seq_lens,
             num_tokens=self.nodes,
         )  # fmt: skip
-        step.plan()  # attention's cuts; its list is made anew for each layer
+        self.cuts()  # attention's; its list is made anew for each layer
         for name, call in step.stages:
             if name == "attention":
                 _, listed = host_kv_list(

@@ -38,6 +38,7 @@ Element = Literal["bf16", "fp16"]
 
 _ELEMENTS: dict[str, Element] = {"bfloat16": "bf16", "uint16": "bf16", "float16": "fp16"}
 _CODES = ("uint8", "float8_e4m3fn")
+_SCALE_BITS = 120
 _HOST_COMBINE_CTAS = 2
 _COMBINE_UNITS = 128  # of a row tile of 512 columns, each a block's at most
 
@@ -220,6 +221,9 @@ class VerifyAttention:
             raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
         if not isinstance(kv_scale, int | float) or not 0 < kv_scale < math.inf:
             raise ArgumentError("kv_scale", kv_scale, "wants a finite number above 0")
+        if not 2.0**-_SCALE_BITS <= kv_scale <= 2.0**_SCALE_BITS:
+            wanted = f"wants 2**-{_SCALE_BITS} to 2**{_SCALE_BITS}: its inverse is a float32, too"
+            raise ArgumentError("kv_scale", kv_scale, wanted)
         outputs = {"out": tensor_of("out", out), "lse": tensor_of("lse", lse)}
         element = _element(outputs["out"])
         tokens, heads, latent = _output_shape(outputs["out"])

@@ -16,7 +16,6 @@ EXAMPLES = {"verify_attention": 300}
 """Batches that a case draws beside its realistic ones, where its own number is too small."""
 
 _SILENCE_S = 120.0
-_AT_ONCE = 3  # cases; that with the most batches has most of the children
 _COUNTS = ("batches", "captures", "launches", "kernel_nodes", "replays")
 _NAMES = ("case", *_COUNTS, "findings", "not_inspected")
 
@@ -80,7 +79,7 @@ def _record(root: Path) -> tuple[str, list[dict[str, Any]]]:
             examples=EXAMPLES.get(name),
             silence_s=_SILENCE_S,
             progress=lambda label, done, total: None,
-            jobs=max(1, 3 * most // 4 if name in EXAMPLES else most // 4),
+            jobs=most if most < 4 else most - most // 4 if name in EXAMPLES else most // 4,
         )
         if not result.batches:
             raise EvidenceError(f"no batch of {name} came to its end: nothing was recorded")
@@ -93,7 +92,8 @@ def _record(root: Path) -> tuple[str, list[dict[str, Any]]]:
         }
 
     names = sorted(cases.names(), key=lambda name: name not in EXAMPLES)  # the longest begin first
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    # two cases at a time, where that leaves the second one a child of its own
+    with ThreadPoolExecutor(2 if most >= 4 else 1) as pool:
         data = sorted(pool.map(run, names), key=lambda entry: str(entry["case"]))
     more = " ".join(f"{name}: {number}" for name, number in EXAMPLES.items())
     return f"the batches for a GPU of all cases, captured and replayed; drawn for {more}", data
