@@ -177,7 +177,9 @@ def test_misuse_on_the_device_is_refused_before_the_launch() -> None:
 
 
 def test_cubins_of_another_compiler_give_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(__file__).parent.parent / ".cubins"  # `cuverify compile relocate --save .cubins`
+    # by `cuverify compile relocate --save .cubins`, and again with -D LIST_PIECES=4
+    # -D LIST_RESIDENT=1 -D LIST_THREADS=1024: what lists of more than 128 rows are moved with
+    folder = Path(__file__).parent.parent / ".cubins"
     if not folder.is_dir():
         pytest.skip("no carried cubins in .cubins")
     from cuverify.check_device import check_on_device
