@@ -87,6 +87,8 @@ class LaunchRecord:
         By name: a scalar, a tensor's address, or None.
     owners : tuple
         The tensors themselves: a record keeps them alive.
+    numbers : tuple of str
+        Names of the scalars.
     again : callable, optional
         Launches once more with the same addresses and numbers; of the host lane only.
     """
@@ -100,6 +102,7 @@ class LaunchRecord:
     shared: int
     arguments: Mapping[str, int | float | None]
     owners: tuple[Any, ...]
+    numbers: tuple[str, ...] = ()
     again: Callable[[], None] | None = None
 
 
@@ -132,6 +135,11 @@ def note(launch: Launch, lane: str, stream: int, again: Callable[[], None] | Non
         launch.shared,
         arguments,
         tuple(tensor.owner for tensor in launch.tensors),
+        tuple(
+            name
+            for name, argument in launch.arguments.items()
+            if argument is not None and not isinstance(argument, Tensor)
+        ),
         again,
     )
     with _lock:

@@ -85,6 +85,7 @@ class Gpu:
                 shared=0,
                 lane="device",
                 arguments={},
+                numbers=(),
             )
         )
         if not stream and self.blocking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from cuverify.validators.child import ChildOutcome
+from cuverify.validators.compare import compare_all, host_array
 
 from cuverify import cases, check, check_device, check_shares
 from cuverify.check import run_checks
@@ -170,6 +172,40 @@ def test_a_case_that_ends_its_process_leaves_the_others_alone() -> None:
     assert finding.evidence["inputs"] == "drawn 0"
     assert [row[:4] for row in report.tables[1].rows] == [["dies", 1, 1, 0], ["clean", 1, 2, 8]]
     assert not report.ok
+
+
+def fitting(step: Any, others: list[tuple[str, Any]], most: int = 3) -> Iterator[str]:
+    """Write batches that a step takes into it, one after another, and yield their labels."""
+    for label, batch in others:
+        with contextlib.suppress(CaseError):
+            step.refill(batch)
+            yield label
+            most -= 1
+        if not most:
+            return
+
+
+@pytest.mark.parametrize("name", cases.names())
+def test_a_step_follows_the_other_batches_that_it_takes(name: str) -> None:
+    case = cases.load(name)
+    taken = 0
+    # batches of the host lane need not come in groups; those of a GPU do
+    for method in (case.batches, case.device_batches):
+        batches = cases.draw(method, seed=1, examples=None)
+        for number in range(0, len(batches), max(1, len(batches) // 12)):
+            label, batch = batches[number]
+            step = case.step(batch, "numpy")
+            for other_label in fitting(step, batches[number + 1 :] + batches[:number]):
+                step.poison()
+                expected = step.expected()
+                step()
+                outputs = {key: host_array(output) for key, output in step.outputs.items()}
+                wrong = compare_all(outputs, expected, getattr(case, "tolerances", None))
+                assert wrong == [], f"{other_label} after {label}"
+                taken += 1
+        if taken:
+            break
+    assert taken > 0
 
 
 def test_settings_of_the_host_lane_hold_for_cases_beside_others() -> None:

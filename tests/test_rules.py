@@ -465,6 +465,14 @@ FAULTS: list[tuple[str, Change, set[str]]] = [
         with_node(node("axpy", at(0, PointerSeen(X, "pageable")))),
         {"CV411"},
     ),
+    (
+        "a number of ours that looks like an address",
+        both(
+            with_node(node("axpy", at(0, PointerSeen(X, "pageable")))),
+            add(launches=(LaunchSeen("axpy", CAPTURED, parameters=("n",), numbers=("n",)),)),
+        ),
+        set(),
+    ),
     ("a race with the refill", trial("overlap"), {"CV412"}),
     ("padding", trial("padding", subject="x"), {"CV501"}),
     ("NaN in padding", trial("padding nan", subject="x"), {"CV502"}),

@@ -137,8 +137,15 @@ def nodes_of(seen: CaptureSeen, *kinds: str) -> list[NodeSeen]:
 
 def pointers_of(seen: CaptureSeen) -> Iterator[tuple[NodeSeen, str, PointerSeen]]:
     """Yield each address that the graph holds, with its node and what holds it."""
+    numbers = {
+        (launch.kernel, launch.parameters.index(name))
+        for launch in seen.launches
+        for name in launch.numbers
+    }
     for node in seen.graph.nodes:
         for param in node.params:
+            if (node.kernel, param.index) in numbers:
+                continue
             for pointer in param.pointers:
                 name = f" `{param.name}`" if param.name else ""
                 yield node, f"argument {param.index}{name}", pointer

@@ -37,6 +37,8 @@ class LaunchSeen:
         ``file:line`` of the kernel.
     parameters : tuple of str
         Names of its parameters.
+    numbers : tuple of str
+        Names of those that are numbers by its contract, whatever they look like.
     """
 
     kernel: str
@@ -46,6 +48,7 @@ class LaunchSeen:
     shared: int = 0
     where: str | None = None
     parameters: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

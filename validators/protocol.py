@@ -867,6 +867,7 @@ def _launch_seen(record: LaunchRecord) -> LaunchSeen:
         block=tuple(record.block),
         shared=record.shared,
         parameters=tuple(record.arguments),
+        numbers=record.numbers,
     )
 
 

@@ -98,6 +98,8 @@ class TreeBuildStep:
                 raise CaseError(f"{batch} does not fit a step with {name} of {buffer.shape}")
         if batch.num_tokens != self.trees.parents.shape[1]:
             raise CaseError(f"{batch} has another number of nodes")
+        if isinstance(batch, ParentsBatch) and (batch.sizes is None) == ("sizes" in self.inputs):
+            raise CaseError(f"{batch} has sizes where the step has none, or the other way round")
         self._batch = batch
         for name, buffer in self.inputs.items():
             write(buffer, getattr(batch, name))
