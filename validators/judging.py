@@ -138,9 +138,10 @@ def nodes_of(seen: CaptureSeen, *kinds: str) -> list[NodeSeen]:
 def pointers_of(seen: CaptureSeen) -> Iterator[tuple[NodeSeen, str, PointerSeen]]:
     """Yield each address that the graph holds, with its node and what holds it."""
     numbers = {
-        (launch.kernel, launch.parameters.index(name))
+        (launch.kernel, index)
         for launch in seen.launches
-        for name in launch.numbers
+        for index, name in enumerate(launch.parameters)
+        if name in launch.numbers
     }
     for node in seen.graph.nodes:
         for param in node.params:
