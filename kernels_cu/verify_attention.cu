@@ -34,6 +34,7 @@
 //
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
+#include "combine.cuh"
 #include "element.cuh"
 #include "fp8_e4m3.cuh"
 #include "merge.cuh"
@@ -765,50 +766,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-namespace {
-
-// A weighted mean of rows of 8 columns, with weights in the log2 domain.
-struct Mean {
-    float max;  // -inf before the first row that counts
-    float weight;
-    float value[PIECE];
-
-    __device__ __forceinline__ void clear() {
-        max = minus_infinity();
-        weight = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            value[i] = 0.0f;
-        }
-    }
-
-    // Prepares for rows of weight up to 2^largest.
-    __device__ __forceinline__ void raise(float largest) {
-        if (largest > max) {
-            const float factor = ptx::exp2_approx(max - largest);
-            max = largest;
-            weight *= factor;
-#pragma unroll
-            for (int i = 0; i < PIECE; ++i) {
-                value[i] *= factor;
-            }
-        }
-    }
-
-    __device__ __forceinline__ void add(float log_weight, uint4 row) {
-        const float factor =
-            log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
-        const unsigned pairs[4] = {row.x, row.y, row.z, row.w};
-        weight += factor;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[2 * i] = fmaf(factor, element::first(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = fmaf(factor, element::second(pairs[i]), value[2 * i + 1]);
-        }
-    }
-};
-
-}  // namespace
+namespace {}  // namespace
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
@@ -833,93 +791,20 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
                    long long out_stride, float* __restrict__ lse) {
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int UNITS = ROW_TILE * OUT_PIECES / 32;
-    SHARED_ARRAY(float, means, [WARPS][PIECE + 2][32]);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-
+    SHARED_ARRAY(float, means, [WARPS][combine::PIECE + 2][32]);
     merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     while (turns.next(turn)) {
-        const int sharing = turn.sharers();
-        Mean mean;
-        mean.clear();
-        {
-            const int unit = turn.first_unit + (warp >> turn.log_sharers);
-            const int piece = unit * 32 + lane;
-            const int row = piece / OUT_PIECES;
-            const int column = piece % OUT_PIECES * PIECE;
-            const bool wanted = unit < UNITS && turns.rows(turn, HEADS, ROW_TILE).has(row);
-            for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
-                 slot += sharing * COMBINE_UNROLL) {
-                float weights[COMBINE_UNROLL];
-                uint4 values[COMBINE_UNROLL];
-#pragma unroll
-                for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                    weights[k] = minus_infinity();
-                    values[k] = make_uint4(0, 0, 0, 0);
-                    if (wanted && slot + k * sharing < turn.end) {
-                        const long long at =
-                            (slot + k * sharing) * static_cast<long long>(ROW_TILE) + row;
-                        weights[k] = partial_lse[at];
-                        values[k] = load128(partial_out + at * LATENT + column);
-                    }
+        combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE>(
+            turns, turn, HEADS, partial_out, partial_lse, ROW_TILE, means,
+            [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
+                const int flat = rows.first + row;
+                const long long token = rows.first_token + flat / HEADS;
+                store128(out + token * out_stride + flat % HEADS * LATENT + piece * PIECE, columns);
+                if (piece == 0) {
+                    lse[token * HEADS + flat % HEADS] = log_sum * LN_2;
                 }
-                float largest = weights[0];
-#pragma unroll
-                for (int k = 1; k < COMBINE_UNROLL; ++k) {
-                    largest = fmaxf(largest, weights[k]);
-                }
-                mean.raise(largest);
-#pragma unroll
-                for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                    mean.add(weights[k], values[k]);
-                }
-            }
-        }
-        means[warp][PIECE][lane] = mean.max;
-        means[warp][PIECE + 1][lane] = mean.weight;
-#pragma unroll
-        for (int i = 0; i < PIECE; ++i) {
-            means[warp][i][lane] = mean.value[i];
-        }
-        __syncthreads();
-        // asked for again: registers are for what is in flight
-        const merge::Rows rows = turns.rows(turn, HEADS, ROW_TILE);
-        const int piece = (turn.first_unit + warp) * 32 + lane;  // a warp a unit
-        const int flat = rows.first + piece / OUT_PIECES;
-        if (warp < WARPS >> turn.log_sharers && turn.first_unit + warp < UNITS && flat < rows.end) {
-            const float (*shares)[PIECE + 2][32] = means + (warp << turn.log_sharers);
-            float largest = minus_infinity();
-            for (int other = 0; other < sharing; ++other) {
-                largest = fmaxf(largest, shares[other][PIECE][lane]);
-            }
-            float weight = 0.0f;
-            float value[PIECE] = {};
-            for (int other = 0; other < sharing; ++other) {
-                const float max = shares[other][PIECE][lane];
-                const float factor =
-                    max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
-                weight = fmaf(factor, shares[other][PIECE + 1][lane], weight);
-#pragma unroll
-                for (int i = 0; i < PIECE; ++i) {
-                    value[i] = fmaf(factor, shares[other][i][lane], value[i]);
-                }
-            }
-            const bool sees = weight != 0.0f;
-            const float inverse = sees ? 1.0f / weight : 0.0f;
-            const int column = piece % OUT_PIECES * PIECE;
-            store128(out + static_cast<long long>(rows.first_token + flat / HEADS) * out_stride +
-                         flat % HEADS * LATENT + column,
-                     make_uint4(element::pack(value[0] * inverse, value[1] * inverse),
-                                element::pack(value[2] * inverse, value[3] * inverse),
-                                element::pack(value[4] * inverse, value[5] * inverse),
-                                element::pack(value[6] * inverse, value[7] * inverse)));
-            if (column == 0) {
-                lse[static_cast<long long>(rows.first_token) * HEADS + flat] =
-                    sees ? (largest + log2f(weight)) * LN_2 : minus_infinity();
-            }
-        }
-        __syncthreads();
+            });
     }
 }

@@ -73,7 +73,7 @@ def each_barrier(stem: str) -> Iterator[Mutant]:
 CODES = "codes"
 ATTENTION = "verify_attention"
 PLAN = "verify_plan"
-HEADERS = ("scan.cuh",)
+HEADERS = ("combine.cuh", "scan.cuh")
 
 PLANTED = [
     Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
@@ -108,10 +108,10 @@ PLANTED = [
     Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
     Mutant("the ring turns backwards", ATTENTION, "stage == 0 ? TILES - 1 : stage - 1", "stage", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
     Mutant("the ring is too short by a tile", ATTENTION, "start + AHEAD * TILE;\n", "start + (AHEAD - 1) * TILE;\n", ("numbers",)),
-    Mutant("the first split is not combined", ATTENTION, "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
-    Mutant("a split too many is combined", ATTENTION, "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
+    Mutant("the first split is not combined", "combine.cuh", "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
+    Mutant("a split too many is combined", "combine.cuh", "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
-    Mutant("weights of the partials are equal", ATTENTION, "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
+    Mutant("weights of the partials are equal", "combine.cuh", "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("codes are not waited for", ATTENTION, "ptx::cp_async_wait<STAGES - 1>();", "", ("pending-cp-async",), 1, CODES),
     Mutant("the first codes are not waited for", ATTENTION, "ptx::cp_async_wait<STAGES - 1>();\n            source", "source", ("pending-cp-async",), step=CODES),
     Mutant("codes of the tile before", ATTENTION, "arriving(start + TILE)", "arriving(start)", ("numbers", "pending-cp-async"), step=CODES),

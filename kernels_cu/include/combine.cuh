@@ -1,15 +1,22 @@
 // Merges the pieces of a row tile: the mean of its partial slots, weighted by their log-sum-exps.
 //
-// A row is a number of pieces, a piece is 8 columns of bfloat16, and 32 pieces are a unit;
+// A row is a number of pieces, a piece is 8 columns of ELEMENT, and 32 pieces are a unit;
 // merge.cuh says which warps do which units. What several warps have read meets in shared memory.
 #pragma once
 
-#include "bf16.cuh"
+#include "element.cuh"
 #include "merge.cuh"
 #include "ptx.cuh"
 #include "vector.cuh"
 
+// the type of partials and outputs: bf16 or fp16
+#ifndef ELEMENT
+#define ELEMENT bf16
+#endif
+
 namespace combine {
+
+namespace element = ELEMENT;
 
 constexpr int PIECE = 8;
 
@@ -50,8 +57,8 @@ struct Mean {
         weight += factor;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            value[2 * i] = fmaf(factor, bf16::first(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = fmaf(factor, bf16::second(pairs[i]), value[2 * i + 1]);
+            value[2 * i] = fmaf(factor, element::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, element::second(pairs[i]), value[2 * i + 1]);
         }
     }
 };
@@ -138,10 +145,10 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
         const bool sees = weight != 0.0f;
         const float inverse = sees ? 1.0f / weight : 0.0f;
         write(rows, row, (unit * 32 + lane) % ROW_PIECES,
-              make_uint4(bf16::pack(value[0] * inverse, value[1] * inverse),
-                         bf16::pack(value[2] * inverse, value[3] * inverse),
-                         bf16::pack(value[4] * inverse, value[5] * inverse),
-                         bf16::pack(value[6] * inverse, value[7] * inverse)),
+              make_uint4(element::pack(value[0] * inverse, value[1] * inverse),
+                         element::pack(value[2] * inverse, value[3] * inverse),
+                         element::pack(value[4] * inverse, value[5] * inverse),
+                         element::pack(value[6] * inverse, value[7] * inverse)),
               sees ? largest + log2f(weight) : minus_infinity());
     }
     __syncthreads();
