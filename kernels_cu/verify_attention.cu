@@ -37,6 +37,7 @@
 #include "combine.cuh"
 #include "element.cuh"
 #include "fp8_e4m3.cuh"
+#include "item.cuh"
 #include "merge.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
@@ -163,19 +164,7 @@ struct Place {
           copy_lane(thread % COPY_LANES) {}
 };
 
-// One item of the work, and what follows from it. It lies in shared memory and is read where it is
-// needed: registers are for operands.
-struct Item {
-    int row_tile;
-    int slot;    // of the partials; -1: the row tile is in one piece
-    int begin;   // KV positions: rows of the prefix, then of the tree
-    int prefix;  // rows of the prefix
-    int end;
-    int rows;  // query rows of the request; -1: there is no item
-    int next;  // number of the item after this one
-    long long first_token;
-    long long first_index;  // of the prefix in kv_indices
-};
+using plan::Item;
 
 // Where the KV rows are.
 struct KvRows {
@@ -448,32 +437,6 @@ __device__ __forceinline__ void gather_scores(float (&x)[4], const float* all_sc
     }
 }
 
-// Reads the block's next item; one without query rows when there is none. Where two blocks are to
-// divide the columns of V, the first one takes them all.
-__device__ __forceinline__ void advance(Item& item, const int* work, const int* cta_work,
-                                        const int* kv_indptr, const QO_INDEX* qo_indptr) {
-    const int number = item.next;
-    item.next = number + cta_work[2];
-    item.rows = -1;
-    if (number < cta_work[1] && cta_work[3] != 2) {
-        const int* given = work + number * 6ll;
-        const int request = given[0];
-        const int end = given[3];
-        const int first_index = kv_indptr[request];
-        const int prefix = kv_indptr[request + 1] - first_index;
-        const long long first_token = static_cast<long long>(qo_indptr[request]);
-        const int tokens = static_cast<int>(qo_indptr[request + 1] - first_token);
-        item.row_tile = given[1];
-        item.slot = given[4];
-        item.begin = given[2];
-        item.prefix = prefix;
-        item.end = end == prefix ? prefix + tokens : min(end, prefix);
-        item.rows = tokens * HEADS;
-        item.first_token = first_token;
-        item.first_index = first_index;
-    }
-}
-
 // Takes away the scores of this lane's KV positions, `position` and 8 behind it, that are past the
 // item's end or not in the mask of the group's token.
 __device__ __forceinline__ void hide(float (&x)[4], const Item& item, int position,
@@ -638,7 +601,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     for (;;) {
         if (thread_anew() == 0) {
-            advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr);
+            plan::advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
         }
         __syncthreads();
         if (item.rows < 0) {

@@ -73,7 +73,7 @@ def each_barrier(stem: str) -> Iterator[Mutant]:
 CODES = "codes"
 ATTENTION = "verify_attention"
 PLAN = "verify_plan"
-HEADERS = ("combine.cuh", "scan.cuh")
+HEADERS = ("combine.cuh", "item.cuh", "scan.cuh")
 
 PLANTED = [
     Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<STAGES - 2>();", "", ("pending-cp-async",)),
@@ -89,13 +89,13 @@ PLANTED = [
     Mutant("only the first word", ATTENTION, "mask[node / 64]", "mask[0]", ("numbers",)),
     Mutant("the mask of another token", ATTENTION, "masks + own.group * MAX_WORDS", "masks + own.warp * MAX_WORDS", ("numbers",)),
     Mutant("a mask from the first tile that is whole", ATTENTION, "if (start + TILE > min(item.prefix, item.end)) {", "if (start > min(item.prefix, item.end)) {", ("numbers",)),
-    Mutant("the tree is forgotten", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
-    Mutant("every piece has the tree", ATTENTION, "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
+    Mutant("the tree is forgotten", "item.cuh", "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
+    Mutant("every piece has the tree", "item.cuh", "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
     Mutant("drafts from the next slot", ATTENTION, "item.first_token + (position - item.prefix);", "item.first_token + (position - item.prefix) + 1;", ("numbers", "out-of-bounds")),
-    Mutant("a prefix of the request before", ATTENTION, "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
+    Mutant("a prefix of the request before", "item.cuh", "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
     Mutant("queries of no token", ATTENTION, "row < item.rows && column < DIM", "column < DIM", ("out-of-bounds",)),
     Mutant("outputs of no token", ATTENTION, "if (flat < item.rows) {\n                const long long token", "{\n                const long long token", ("out-of-bounds", "race", "numbers")),
-    Mutant("two blocks take all columns", ATTENTION, " && cta_work[3] != 2", "", ("race",)),
+    Mutant("two blocks take all columns", "item.cuh", " && cta_work[3] != 2", "", ("race",)),
     Mutant("no rescaling", ATTENTION, "if (scale.x != 1.0f || scale.y != 1.0f) {", "if (false) {", ("numbers",)),
     Mutant("sums are not rescaled", ATTENTION, "sum[i] * factor[i]", "sum[i]", ("numbers",)),
     Mutant("a maximum of half the lanes", ATTENTION, "largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
