@@ -214,14 +214,15 @@ def test_settings_of_the_host_lane_hold_for_cases_beside_others() -> None:
 
 
 def test_an_interrupt_ends_cases_that_say_nothing() -> None:
+    def interrupted() -> None:
+        with check_shares.HostShares(seed=0, examples=None, second_opinions=0) as shares:
+            shares.begin(reference("SLEEPS"))
+            time.sleep(1.0)
+            raise KeyboardInterrupt
+
     started = time.monotonic()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        check_shares.HostShares(seed=0, examples=None, second_opinions=0) as shares,
-    ):
-        shares.begin(reference("SLEEPS"))
-        time.sleep(1.0)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert time.monotonic() - started < 30  # it sleeps for a minute
 
 
