@@ -22,10 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuverify.errors import ArgumentError, CaseError, DeviceError
 from cuverify.report import Coverage, Finding, Report, Table
+
+if TYPE_CHECKING:
+    from cuverify.cases import BoundStep
 
 Device = Literal["auto", "cpu", "cuda"]
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
@@ -250,6 +253,27 @@ def gated_copies(
         alone=None if len(steps) == 1 else lambda: time_copies(steps[:1], repeats),
         **rest,
     )
+
+
+def first_wrong(steps: Sequence[BoundStep]) -> str | None:
+    """Run steps on the same inputs, and return what is wrong with an output; None if nothing is.
+
+    Parameters
+    ----------
+    steps : sequence of BoundStep
+        Each is poisoned before it runs, and held against what the first one expects.
+    """
+    from cuverify.validators.compare import compare_all, host_array
+
+    expected = steps[0].expected()
+    for own in steps:
+        own.poison()
+        own()
+        outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
+        wrong = compare_all(outputs, expected)
+        if wrong:
+            return str(wrong[0])
+    return None
 
 
 def names() -> list[str]:

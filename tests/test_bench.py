@@ -8,10 +8,19 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cuverify import bench, benches
-from cuverify.bench import Record, Timing, gated, run_benches, run_benchmarks, time_calls
+from cuverify.bench import (
+    Record,
+    Timing,
+    first_wrong,
+    gated,
+    run_benches,
+    run_benchmarks,
+    time_calls,
+)
 from cuverify.errors import ArgumentError, CaseError, DeviceError, ToolchainError
 from cuverify.evidence.parts import find_part
 from cuverify.report import Report
@@ -185,6 +194,32 @@ def test_a_report_shows_times_floors_and_rates(one_bench: Any) -> None:
     assert (report.coverage[0].subject, report.coverage[0].status) == ("GPU", "not inspected")
     assert "made_up" in report.to_text()
     json.dumps(report.to_json())
+
+
+class DoublesInto:
+    """A step that doubles x, by `factor`."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.x, self.y, self.factor = np.arange(3.0), np.zeros(3), factor
+        self.outputs = {"y": self.y}
+
+    def refill(self, batch: Any) -> None:
+        raise NotImplementedError
+
+    def poison(self) -> None:
+        self.y[:] = np.nan
+
+    def __call__(self) -> None:
+        self.y[:] = self.factor * self.x
+
+    def expected(self) -> dict[str, Any]:
+        return {"y": 2.0 * self.x}
+
+
+def test_copies_are_held_against_what_the_first_expects() -> None:
+    assert first_wrong([DoublesInto(), DoublesInto()]) is None
+    assert str(first_wrong([DoublesInto(), DoublesInto(3.0)])).startswith("y[1] is 3")
+    assert str(first_wrong([DoublesInto(3.0), DoublesInto()])).startswith("y[1] is 3")
 
 
 def test_a_benchmark_that_raises_does_not_stop_the_others(one_bench: Any) -> None:

@@ -187,9 +187,8 @@ def test_cubins_of_another_compiler_give_the_same_rows(monkeypatch: pytest.Monke
     outcome = check_on_device(
         "relocate", seed=0, examples=5, silence_s=60, progress=lambda what, done, total: None
     )
+    assert outcome.totals["replays"] > 0  # of what was carried
     lacking = [f for f in outcome.findings if "holds no cubin of this text" in f.message]
     assert [str(f) for f in outcome.findings if f not in lacking] == []
     if lacking:
         pytest.skip(f".cubins lacks what a plan chooses here: {lacking[0].message}")
-    assert outcome.batches > 0
-    assert outcome.totals["replays"] > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuverify.bench import copy_floor_us, gated, gated_copies, time_calls
+from cuverify.bench import copy_floor_us, first_wrong, gated, gated_copies, time_calls
 
 SHAPES = ((1, 4096, 65), (1, 184_320, 65), (16, 16_384, 33), (64, 16_384, 17))
 """Requests, longest prefix, drafts of each."""
@@ -37,7 +37,6 @@ def _lists(requests: int, longest: int, drafts: int) -> Iterator[dict[str, Any]]
 
     from cuverify.baseline import host_kv_list
     from cuverify.cases.verify_lists import ListsBatch, VerifyListsStep
-    from cuverify.validators.compare import compare_all, host_array
 
     rng = np.random.default_rng([requests, longest])
     batch = ListsBatch.draw(
@@ -50,15 +49,7 @@ def _lists(requests: int, longest: int, drafts: int) -> Iterator[dict[str, Any]]
     slots = int(batch.seq_lens.sum()) + requests * drafts
 
     def check() -> str | None:
-        expected = step.expected()
-        for own in (step, steps[-1]):
-            own.poison()
-            own()
-            outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
-            wrong = compare_all(outputs, expected)
-            if wrong:
-                return str(wrong[0])
-        return None
+        return first_wrong((step, steps[-1]))
 
     lists = [own.lists for own in steps]
     words = [own.words for own in steps]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuverify.bench import copy_floor_us, gated_copies
+from cuverify.bench import copy_floor_us, first_wrong, gated_copies
 
 SHAPES = (
     (1, 1024, 8),
@@ -45,7 +45,6 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
     """Yield the records of one shape."""
     from cuverify.cases.verify_plan import PlanBatch, VerifyPlanStep
     from cuverify.kv_layout import KvLayout
-    from cuverify.validators.compare import compare_all, host_array
 
     rng = np.random.default_rng([requests, longest])
     lens = rng.integers(longest // 8, longest + 1, requests)
@@ -73,17 +72,6 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
     )
     list_bytes = 2 * expected["kv_indices"].nbytes
 
-    def check(copies: list[VerifyPlanStep]) -> str | None:
-        wanted = copies[0].expected()
-        for own in (copies[0], copies[-1]):
-            own.poison()
-            own()
-            outputs = {name: host_array(tensor) for name, tensor in own.outputs.items()}
-            wrong = compare_all(outputs, wanted)
-            if wrong:
-                return str(wrong[0])
-        return None
-
     goal = TARGET_US.get((requests, longest, tree_tokens))
     for op, copies, moved, target in (
         ("verify_plan", steps, plan_bytes + list_bytes, goal),
@@ -92,7 +80,7 @@ def _plan(requests: int, longest: int, tree_tokens: int) -> Iterator[dict[str, A
         yield gated_copies(
             op,
             shape | ({"target_us": target} if target else {}),
-            check=lambda copies=copies: check(copies),
+            check=lambda copies=copies: first_wrong((copies[0], copies[-1])),
             steps=[own.plan for own in copies],
             repeats=REPEATS,
             floor_us=copy_floor_us(moved),
