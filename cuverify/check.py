@@ -2,9 +2,9 @@
 
 Three stages a case. *Compile*: every kernel for every architecture, no GPU needed. *Host lane*:
 every batch under the checkers with three schedules and once in the plain build, compared with the
-oracle; a few once more under the compiler's sanitizers. *Device*: every batch eagerly and in a
-replayed graph, in a child process, where there is a GPU. What could not be inspected is a line of
-coverage, never silence.
+oracle; a few once more under the compiler's sanitizers; several cases run at a time, each in a
+child process. *Device*: every batch eagerly and in a replayed graph, in a child process, where
+there is a GPU. What could not be inspected is a line of coverage, never silence.
 """
 
 from __future__ import annotations
