@@ -16,6 +16,9 @@ from cuverify.narrow import Narrow
 
 VariantName = Literal["portable", "sm90"]
 
+RANK_HEADS = (8, 16, 64, 128)
+"""Query heads of a rank, as models and their parallel forms have them; others work as well."""
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cuverify.cases import Target
     from cuverify.kernel import Kernel
     from cuverify.verify_batch import DraftSource, ElementType, IndexType
+    from cuverify.verify_variants import VariantName
     from cuverify.workload import FreeOrder, RequestLengths
 
 NUMPY_FLOPS = 10e9
@@ -55,6 +56,8 @@ class VerifyAttentionStep(ListedStep):
         Where the buffers are.
     num_ctas : int, optional
         Blocks that attend.
+    variant : {"portable", "sm90"}, optional
+        The text that attends, and whose cuts the plan makes; that of the rule if absent.
     plan_values, values : mapping of str to int, optional
         `-D` values of the kernels.
     """
@@ -65,6 +68,7 @@ class VerifyAttentionStep(ListedStep):
         xp: Target,
         *,
         num_ctas: int | None = None,
+        variant: VariantName | None = None,
         plan_values: Mapping[str, int] | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
@@ -103,6 +107,7 @@ class VerifyAttentionStep(ListedStep):
                 heads=heads,
                 num_ctas=num_ctas,
             ),
+            variant=variant,
             values=plan_values,
             **self.lists,
         )
@@ -115,6 +120,7 @@ class VerifyAttentionStep(ListedStep):
             visible=self.visible,
             sm_scale=batch.sm_scale,
             kv_scale=1.0 if batch.kv_scale is None else batch.kv_scale,
+            variant=variant,
             values=values,
             **drafts,
         )

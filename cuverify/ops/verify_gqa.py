@@ -66,6 +66,9 @@ COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
 }
 """The same where a multiprocessor does not have room for two blocks of those, as on sm_120."""
 
+ALL_VALUES = (VALUES, COMPACT_VALUES)
+"""What `text_values` chooses from: the first that leave room for two blocks, else the last."""
+
 PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32, "ROOT_HALVES": 2}
 """`-D` values of kernels_cu/verify_plan.cu for this text."""
 
@@ -84,10 +87,25 @@ def text_values(rows: int, device: str | None) -> Mapping[str, int]:
         As torch names it; ``cpu`` or None for the host lane.
     """
     if device is None or device == "cpu":
-        return VALUES[rows]
-    partials, _ = verify_gqa_kernels(ROWS=rows, **VALUES[rows])
-    two = 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED)
-    return VALUES[rows] if two <= shared_room(device) else COMPACT_VALUES[rows]
+        return ALL_VALUES[0][rows]
+    return fitting_values(rows, shared_room(device))
+
+
+def fitting_values(rows: int, room: int) -> Mapping[str, int]:
+    """Return the `-D` values of the text for a row tile.
+
+    Parameters
+    ----------
+    rows : int
+        Of `ROW_TILES`.
+    room : int
+        Bytes of shared memory that a multiprocessor has for all of its blocks.
+    """
+    for values in ALL_VALUES[:-1]:
+        partials, _ = verify_gqa_kernels(ROWS=rows, **values[rows])
+        if 2 * ((partials.declared_shared() or 0) + RESERVED_SHARED) <= room:
+            return values[rows]
+    return ALL_VALUES[-1][rows]
 
 
 def row_tile(group: int, max_tree_tokens: int) -> int:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from cuverify.buffers import tensor_of
 from cuverify.errors import ArgumentError
+from cuverify.launching import capability
+from cuverify.narrow import Narrow
 from cuverify.sglang.contract import ForwardBatch, ForwardMode, Layer, ModelRunner, VerifyMask
+from cuverify.verify_variants import VariantName, choose_variant
 
 if TYPE_CHECKING:
     import torch
 
-    from cuverify.ops.verify_attention import AttentionWorkspace
+    from cuverify.ops.verify_attention import AttentionWorkspace, Element
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
 _WORD = 64
+_KINDS: Mapping[str, Narrow] = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+}
 
 
 @dataclass(eq=False)
@@ -59,7 +69,11 @@ class VerifyBackend:
         Of the pass that was prepared last.
     verify_mask : VerifyMask or None
         The query-only mask that the tree builder fills for graphs; made with the static buffers.
+    text : VariantName
+        Which text attends: `variant` of the class, or that of the rule.
     """
+
+    variant: ClassVar[VariantName | None] = None
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self.device = model_runner.device
@@ -68,6 +82,14 @@ class VerifyBackend:
         self.draft_tokens = model_runner.speculative_num_draft_tokens
         self.max_context_len = model_runner.max_context_len
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.element: Element = "fp16" if str(model_runner.dtype) == "torch.float16" else "bf16"
+        self.text = self.variant or choose_variant(
+            capability(tensor_of("req_to_token", self.req_to_token).device),
+            latent=model_runner.latent,
+            rope=model_runner.rope,
+            sm_scale=model_runner.scaling,
+            pool=_KINDS[str(model_runner.kv_cache_dtype)],
+        )
         self.forward_metadata: Metadata | None = None
         self.verify_mask: VerifyMask | None = None
         self._graph_tables: _Tables | None = None
@@ -181,6 +203,7 @@ class VerifyBackend:
             sm_scale=layer.scaling,
             out_cache_loc=forward_batch.out_cache_loc,
             workspace=metadata.workspace,
+            variant=self.text,
         )
         attend()
         return out
@@ -299,6 +322,7 @@ class _Tables:
                 kv_indices=self.kv_indices,
                 req_to_token=backend.req_to_token,
                 req_pool_indices=self.req_pool_indices[:bs],
+                variant=backend.text,
             )
         return self._plans[bs]
 
@@ -316,4 +340,9 @@ class _Tables:
         from cuverify.ops.verify_attention import AttentionWorkspace
 
         largest = self.plan(self._max_bs)
-        return AttentionWorkspace.allocate(self.seq_lens, plan=largest, latent=self._backend.latent)
+        return AttentionWorkspace.allocate(
+            self.seq_lens,
+            plan=largest,
+            latent=self._backend.latent,
+            dtype=self._backend.element,
+        )

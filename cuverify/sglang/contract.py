@@ -91,28 +91,34 @@ class TokenToKvPool:
 
     Attributes
     ----------
-    kv_buffer : tensor of bfloat16, shape (slots, 1, D)
-        Slot 0 takes what padding writes.
+    kv_buffer : tensor of bfloat16, float16 or uint8, shape (slots, 1, D)
+        Slot 0 takes what padding writes. Codes of fp8 are kept as uint8, which can be indexed.
     latent : int
         The first columns, which are also the value.
+    dtype : torch.dtype
+        What the buffer holds.
     """
 
     kv_buffer: torch.Tensor
     latent: int
+    dtype: torch.dtype
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the rows: shape (slots, 1, D)."""
-        return self.kv_buffer
+        return self.kv_buffer.view(self.dtype)
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the values: a view of shape (slots, 1, latent), row stride D."""
-        return self.kv_buffer[..., : self.latent]
+        return self.get_key_buffer(layer_id)[..., : self.latent]
 
     def set_kv_buffer(
         self, layer: Layer, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        """Write rows to slots. Padding writes slot 0 several times; which row stays is open."""
-        self.kv_buffer[loc] = cache_k
+        """Write rows to slots, as what the pool holds.
+
+        Padding writes slot 0 several times; which row stays is open.
+        """
+        self.kv_buffer[loc] = cache_k.to(self.dtype).view(self.kv_buffer.dtype)
 
 
 @dataclass(eq=False)
@@ -258,6 +264,11 @@ class ModelRunner:
         Most tokens of a prefix.
     speculative_num_draft_tokens : int
         n.
+    dtype : torch.dtype
+        Of queries, drafts' rows and outputs.
+    kv_cache_dtype : torch.dtype
+        What the pool holds: the same, or float8_e4m3fn beside bfloat16, a code's number being what
+        it stands for.
     req_to_token_pool : ReqToTokenPool
     token_to_kv_pool : TokenToKvPool
     """
@@ -269,6 +280,8 @@ class ModelRunner:
     scaling: float
     max_context_len: int
     speculative_num_draft_tokens: int
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: TokenToKvPool
 
@@ -321,10 +334,10 @@ class VerifyRunner(Protocol):
 
         Parameters
         ----------
-        q : tensor of bfloat16, shape (T, H, D)
-        k : tensor of bfloat16, shape (T, 1, D)
+        q : tensor of `ModelRunner.dtype`, shape (T, H, D)
+        k : tensor of the same, shape (T, 1, D)
             Rows of the drafts, not yet in the pool.
-        v : tensor of bfloat16, shape (T, 1, latent)
+        v : tensor of the same, shape (T, 1, latent)
             A view of `k`.
         layer : Layer
         forward_batch : ForwardBatch
@@ -333,7 +346,7 @@ class VerifyRunner(Protocol):
 
         Returns
         -------
-        tensor of bfloat16, shape (T, H, latent) or (T, H * latent)
+        tensor of the same, shape (T, H, latent) or (T, H * latent)
         """
 
 

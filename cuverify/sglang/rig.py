@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuverify.narrow import Narrow, narrow, widen
 from cuverify.sglang.contract import (
     Family,
     ForwardBatch,
@@ -41,6 +42,12 @@ from cuverify.verify_batch import SM_SCALE
 
 NAN = float("nan")
 
+_DTYPES: Mapping[Narrow, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8_e4m3": "float8_e4m3fn",
+}
+
 _DEPTH = 3  # of attributes that are looked through for tensors
 
 
@@ -59,7 +66,7 @@ class Rig:
     Attributes
     ----------
     backend : object
-    out : tensor of bfloat16, shape (max_tokens, H, latent)
+    out : tensor, shape (max_tokens, H, latent)
         What `step` writes.
     inputs : GraphInputs
     fill_value : int
@@ -75,14 +82,18 @@ class Rig:
         def buffer(sizes: tuple[int, ...], dtype: Any) -> Any:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
+        dtype, held = (getattr(torch, _DTYPES[kind]) for kind in (shape.element, shape.pool))
         self.req_to_token = buffer(shape.table, torch.int32)
-        self.pool = buffer((shape.num_slots, 1, width), torch.bfloat16)
-        self.q = buffer((shape.max_tokens, shape.heads, width), torch.bfloat16)
-        self.k = buffer((shape.max_tokens, 1, width), torch.bfloat16)
-        self.out = buffer((shape.max_tokens, shape.heads, shape.latent), torch.bfloat16)
+        # codes lie as bytes, as in SGLang: float8 can be neither indexed nor filled everywhere
+        self.pool = buffer(
+            (shape.num_slots, 1, width), torch.uint8 if shape.pool == "fp8_e4m3" else dtype
+        )
+        self.q = buffer((shape.max_tokens, shape.heads, width), dtype)
+        self.k = buffer((shape.max_tokens, 1, width), dtype)
+        self.out = buffer((shape.max_tokens, shape.heads, shape.latent), dtype)
         self.layer = Layer(0, shape.heads, 1, width, shape.latent, float(SM_SCALE))
         self._req_pool = ReqToTokenPool(self.req_to_token)
-        self._kv_pool = TokenToKvPool(self.pool, shape.latent)
+        self._kv_pool = TokenToKvPool(self.pool, shape.latent, held)
         self._present: ForwardBatch | None = None
         self.backend = make(
             ModelRunner(
@@ -93,6 +104,8 @@ class Rig:
                 scaling=float(SM_SCALE),
                 max_context_len=shape.max_context_len,
                 speculative_num_draft_tokens=shape.draft_tokens,
+                dtype=dtype,
+                kv_cache_dtype=held,
                 req_to_token_pool=self._req_pool,
                 token_to_kv_pool=self._kv_pool,
             )
@@ -227,7 +240,9 @@ class Rig:
         ]
         if not torch.equal(self.req_to_token, before["req_to_token"]):
             changed.append("req_to_token")
-        bits = (self.pool.view(torch.int16) != before["kv_buffer"].view(torch.int16)).any(-1)
+        # as whole numbers: NaN lies where nobody may write
+        now, then = (pool.view(torch.uint8) for pool in (self.pool, before["kv_buffer"]))
+        bits = (now != then).any(-1)
         written = bits.reshape(-1).nonzero().reshape(-1).tolist()
         wrong = sorted(set(written) - {0, *self.given(play).fields["out_cache_loc"].tolist()})
         if wrong:
@@ -255,7 +270,7 @@ class Rig:
         pool = given.pool
         if play.padding == "numbers":  # what padding wrote to its slot before
             pool = pool.copy()
-            pool[0] = padding_rows(play, 1, pool.shape[1])
+            pool[0] = padding_rows(play, 1, pool.shape[1], self.shape.pool)
         write(self.pool, pool[:, None, :])
         write(self.q[:tokens], given.batch.q())
         write(self.k[:tokens], given.batch.draft_kv()[:, None, :])
@@ -265,7 +280,7 @@ class Rig:
         n, shape = self.shape.draft_tokens, self.shape
         begin, end = play.requests * n, play.captured * n
         width = shape.latent + shape.rope
-        rows = padding_rows(play, end - begin, shape.heads * width)
+        rows = padding_rows(play, end - begin, shape.heads * width, shape.element)
         write(self.q[begin:end], rows.reshape(end - begin, shape.heads, width))
         write(self.k[begin:end], rows[:, None, :width])
 
@@ -365,23 +380,27 @@ def place_of_class(make: Any) -> str | None:
     return f"{short_path(file)}:{line}" if file else None
 
 
-def _reference(
-    given: PlayInputs, q: NDArray[np.uint16], k: NDArray[np.uint16], device: str
-) -> Bounded:
+def _reference(given: PlayInputs, q: NDArray[Any], k: NDArray[Any], device: str) -> Bounded:
     from cuverify import torch_oracle
     from cuverify.reference.verify_attention import verify_attention
 
-    layout = given.batch.layout
+    batch, layout, pool = given.batch, given.batch.layout, given.pool
+    drafts: dict[str, Any] = {"draft_kv": k}
+    if batch.pool_dtype != batch.dtype:
+        # the backend may read them back from the pool, where they have been rounded
+        slots, pool = layout.out_cache_loc, pool.copy()
+        pool[slots] = narrow(widen(k).astype(np.float32), batch.pool_dtype)
+        drafts = {"draft_slots": slots}
     arguments: dict[str, Any] = {
         "q": q,
-        "pool": given.pool,
-        "latent": given.batch.latent,
-        "sm_scale": given.batch.sm_scale,
+        "pool": pool,
+        "latent": batch.latent,
+        "sm_scale": batch.sm_scale,
         "qo_indptr": layout.qo_indptr(),
         "kv_indptr": layout.kv_indptr(),
         "kv_indices": layout.kv_indices(),
-        "visible": given.batch.visible(),
-        "draft_kv": k,
+        "visible": batch.visible(),
+        **drafts,
     }
     exact = (
         verify_attention(**arguments)
@@ -389,7 +408,7 @@ def _reference(
         else torch_oracle.verify_attention(**arguments, device=device)
     )
     baseline = torch_oracle.baseline_attention(**arguments, device=device)
-    return attention_bounds(exact, baseline)["out"]
+    return attention_bounds(exact, baseline, dtype=batch.dtype)["out"]
 
 
 def _collect(owner: Any, path: str, depth: int, found: dict[str, Any], visited: set[int]) -> None:

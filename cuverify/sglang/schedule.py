@@ -11,15 +11,16 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import ArgumentError
 from cuverify.kv_layout import KvLayout
+from cuverify.narrow import NAN, Narrow, narrow
 from cuverify.tree import DraftTree
-from cuverify.verify_batch import SM_SCALE, VerifyBatch
+from cuverify.verify_batch import SM_SCALE, ElementType, VerifyBatch
 
 Lengths = Literal["mixed", "maximum"]
 Padding = Literal["numbers", "nan"]
@@ -30,7 +31,6 @@ CAPTURED = (1, 2, 4, 8, 16, 32)
 _SPARE_ROWS = 4  # of the table: row 0, and rows of no request
 _SPARE_COLUMNS = 17
 _VOCABULARY = 129_280
-_NAN = np.uint16(0x7FFF)
 # lengths where kernels change their ways
 _EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
@@ -49,6 +49,8 @@ class Shape:
         Most tokens of a prefix.
     heads, latent, rope : int
         See `cuverify.verify_batch.VerifyBatch`.
+    pool : {"bf16", "fp16", "fp8_e4m3"}
+        What the pool holds; all else is of that type, too, but bf16 beside codes.
 
     Raises
     ------
@@ -62,6 +64,7 @@ class Shape:
     heads: int = 8
     latent: int = 512
     rope: int = 64
+    pool: Narrow = "bf16"
 
     def __post_init__(self) -> None:
         if not self.captured or min(self.captured) < 1:
@@ -69,6 +72,11 @@ class Shape:
         for name in ("draft_tokens", "max_context_len"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "must be at least 1")
+
+    @property
+    def element(self) -> ElementType:
+        """What queries, drafts' rows and outputs are made of."""
+        return "fp16" if self.pool == "fp16" else "bf16"
 
     @property
     def max_bs(self) -> int:
@@ -201,15 +209,15 @@ class PlayInputs:
         retrieve_index, retrieve_next_token, retrieve_next_sibling.
     req_to_token : ndarray of int32
         The whole table, stale numbers in it.
-    pool : ndarray of uint16, shape (slots, D)
-        Bits of bf16, NaN where nobody may read.
+    pool : ndarray, shape (slots, D)
+        Numbers as `cuverify.narrow` has them, NaN where nobody may read.
     """
 
     batch: VerifyBatch
     fields: Mapping[str, NDArray[np.int64]]
     links: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
     req_to_token: NDArray[np.int32]
-    pool: NDArray[np.uint16]
+    pool: NDArray[Any]
 
     @property
     def trees(self) -> tuple[DraftTree, ...]:
@@ -264,6 +272,8 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
         seed=seed,
         draft_source="separate",
         index_dtype="int64",
+        dtype=shape.element,
+        kv_scale=1.0 if shape.pool == "fp8_e4m3" else None,
         kind="contract",
     )
     positions = [
@@ -307,14 +317,13 @@ def stale_fields(shape: Shape, play: Play, rows: int) -> dict[str, NDArray[np.in
     }
 
 
-def padding_rows(play: Play, rows: int, columns: int) -> NDArray[np.uint16]:
-    """Return queries or keys of padding: bits of bf16, shape (rows, columns)."""
+def padding_rows(play: Play, rows: int, columns: int, kind: Narrow = "bf16") -> NDArray[Any]:
+    """Return queries or keys of padding: numbers of a type, shape (rows, columns)."""
     if play.padding == "nan":
-        return np.full((rows, columns), _NAN)
+        return np.full((rows, columns), NAN[kind])
     rng = np.random.default_rng([play.seed, play.padding_seed, 2])
     values = rng.standard_normal((rows, columns), np.float32) * np.float32(8.0)
-    bits = values.view(np.uint32) >> np.uint32(16)
-    return np.asarray(bits, np.uint16)
+    return narrow(values, kind)
 
 
 def _lengths(requests: int, most: int, rng: np.random.Generator) -> NDArray[np.int64]:
