@@ -311,6 +311,11 @@ def lint_command(factory: str, json_file: Path | None) -> int:
 )
 @_arch_option
 @click.option(
+    "--variants",
+    is_flag=True,
+    help="Compile all sets of values that the package's ops choose from; -D narrows them.",
+)
+@click.option(
     "--save",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
@@ -321,6 +326,7 @@ def compile_command(
     targets: tuple[str, ...],
     defines: dict[str, Value],
     archs: tuple[str, ...],
+    variants: bool,
     save: Path | None,
     json_file: Path | None,
 ) -> int:
@@ -328,9 +334,19 @@ def compile_command(
 
     Each target is a .cu file or the stem of one of the package's kernels; all of those when none is
     named.
+
+    A GPU machine that is to load cubins, and never to compile, needs those of all values that a
+    rule, a plan or a tensor's type can choose there: --variants. They are many; name what is known
+    by -D, such as -D HEADS=8 -D KV_INDEX=int.
     """
     from cuverify.resources import find_source, package_stems, survey
 
+    if variants:
+        from cuverify.launched import survey_launched
+
+        with _progress() as progress:
+            report = survey_launched(targets, archs, defines, save=save, progress=progress)
+        return _finish(report, json_file)
     sources = [find_source(target, values=defines) for target in targets or package_stems()]
     with _progress() as progress:
         report = survey(sources, archs, save=save, progress=progress)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cuverify.buffers import wrong
@@ -10,6 +13,7 @@ from cuverify.errors import ArgumentError
 if TYPE_CHECKING:
     from cuverify.arguments import Tensor
     from cuverify.kernel import Kernel
+    from cuverify.sources import Value
 
 HOST_CTAS = 2
 """Blocks on the host lane, where nothing else is said."""
@@ -22,6 +26,36 @@ RESERVED_SHARED = 1024
 
 _PIECE_BYTES = 16  # of one access
 _CTYPES = {"int32": "int", "int64": "long long"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """`-D` values that an op launches a text with on a GPU.
+
+    Attributes
+    ----------
+    stem : str
+        Of the text.
+    indices : sequence of str
+        Values that are the type of an index tensor: each is any of the types there are.
+    types : mapping of str to sequence
+        Other values that a caller's tensors decide, and what they can be.
+    sets : sequence of mappings
+        What the op itself chooses, several values at a time. Every set goes with every combination
+        of the others.
+    """
+
+    stem: str
+    indices: Sequence[str] = ()
+    types: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    sets: Sequence[Mapping[str, Value]] = ({},)
+
+    def values(self) -> Iterator[dict[str, Value]]:
+        """Yield all sets of values."""
+        of_tensors = {**dict.fromkeys(self.indices, tuple(_CTYPES.values())), **self.types}
+        for combination in itertools.product(*of_tensors.values()):
+            for chosen in self.sets:
+                yield {**dict(zip(of_tensors, combination, strict=True)), **chosen}
 
 
 def multiprocessors(device: str | None) -> int | None:

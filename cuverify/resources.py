@@ -166,14 +166,39 @@ def survey(
         A header is missing.
     """
     from cuverify.compile import ARCHITECTURES
-    from cuverify.device import write_cubin
 
     architectures = tuple(architectures) or ARCHITECTURES
+    todo = wanted(sources, architectures)
+    return survey_of(todo, architectures, save=save, progress=progress, compilations=compilations)
+
+
+def survey_of(
+    todo: Sequence[tuple[KernelSource, str]],
+    architectures: Sequence[str],
+    *,
+    with_values: bool = False,
+    save: Path | None = None,
+    progress: Progress | None = None,
+    compilations: Compilations | None = None,
+) -> Report:
+    """Compile each text for an architecture of its own; otherwise as `survey`.
+
+    Parameters
+    ----------
+    todo : sequence of (KernelSource, str)
+    architectures : sequence of str
+        All that were asked for.
+    with_values : bool
+        Tell the `-D` values of each row, too.
+    save, progress, compilations
+        As for `survey`.
+    """
+    from cuverify.device import write_cubin
+
     rows: dict[KernelSource, list[tuple[object, ...]]] = {}
     said: dict[Diagnostic, list[str]] = {}
     logs: list[Finding] = []
     compiled = 0
-    todo = wanted(sources, architectures)
     total = len(todo)
     with contextlib.ExitStack() as stack:
         running = compilations or stack.enter_context(Compilations())
@@ -195,11 +220,13 @@ def survey(
             compiled += 1
             for diagnostic in cubin.warnings:
                 said.setdefault(diagnostic, []).append(arch)
-            rows.setdefault(source, []).extend(_rows(arch, cubin))
+            shown = (" ".join(f"{n}={v}" for n, v in source.values.items()),) * with_values
+            rows.setdefault(source, []).extend((*row, *shown) for row in _rows(arch, cubin))
     report = Report("compile")
     # by kernel; the sort is stable, so architectures stay in order
     by_kernel = [sorted(own, key=lambda row: str(row[0])) for own in rows.values()]
-    report.tables.append(Table("resources", COLUMNS, list(itertools.chain(*by_kernel))))
+    columns = (*COLUMNS, *("values",) * with_values)
+    report.tables.append(Table("resources", columns, list(itertools.chain(*by_kernel))))
     report.coverage.append(
         Coverage("compile", "inspected", f"{compiled} of {total} compilations succeeded")
     )

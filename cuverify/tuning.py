@@ -173,6 +173,23 @@ def choice_for(device: str | None, *, variant: str, rows: int) -> Choice:
     return tuned(name, f"sm_{major}{minor}", variant=variant, rows=rows)
 
 
+def choices_of(arch: str, variant: str) -> tuple[Choice, ...]:
+    """Return all choices that a step can meet on an architecture, the empty one among them.
+
+    Parameters
+    ----------
+    arch : str
+        Such as ``sm_90``, or ``sm_90a`` for the same GPUs.
+    variant : str
+        Which text attends.
+    """
+    found = [Choice()]
+    for table in tables():
+        if table.architecture == arch.rstrip("a"):
+            found += [entry.choice for entry in table.entries if entry.variant == variant]
+    return tuple(choice for at, choice in enumerate(found) if choice not in found[:at])
+
+
 def find_choice(candidates: Iterable[TunedTable], variant: str, rows: int) -> Choice:
     """Return the choice of the first table that has one, an empty one if none has."""
     for table in candidates:

@@ -8,6 +8,7 @@ from step to step; the plan follows them on the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -85,6 +86,13 @@ def variant_of(architecture: tuple[int, int] | None) -> VariantName:
         Compute capability; None for the host lane.
     """
     return "sm90" if architecture == (9, 0) else "portable"
+
+
+def variants_for(arch: str) -> tuple[VariantName, ...]:
+    """Return the texts that the rule can take on an architecture such as ``sm_90a``."""
+    number = int(re.sub(r"\D", "", arch))
+    best = variant_of((number // 10, number % 10))
+    return (best,) if best == "portable" else (best, "portable")
 
 
 def choose_variant(

@@ -177,10 +177,10 @@ def test_misuse_on_the_device_is_refused_before_the_launch() -> None:
 
 
 def test_cubins_of_another_compiler_give_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    # by `cuverify compile relocate --save .cubins`, with each set of -D values that a plan chooses
+    how = "`cuverify compile relocate --variants --arch SM --save .cubins` writes them"
     folder = Path(__file__).parent.parent / ".cubins"
     if not folder.is_dir():
-        pytest.skip("no carried cubins in .cubins")
+        pytest.skip(f"no carried cubins in .cubins: {how}")
     from cuverify.check_device import check_on_device
 
     monkeypatch.setenv("CUVERIFY_CUBINS", str(folder))
@@ -191,4 +191,4 @@ def test_cubins_of_another_compiler_give_the_same_rows(monkeypatch: pytest.Monke
     lacking = [f for f in outcome.findings if "holds no cubin of this text" in f.message]
     assert [str(f) for f in outcome.findings if f not in lacking] == []
     if lacking:
-        pytest.skip(f".cubins lacks what a plan chooses here: {lacking[0].message}")
+        pytest.skip(f".cubins lacks what a plan chooses here: {lacking[0].message}; {how}")

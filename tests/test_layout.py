@@ -29,6 +29,7 @@ UPPER = (
     "conformance_inputs",
     "sglang",
     "own_attention",
+    "launched",
     "peers",
     "tuner",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import check_int, multiprocessors, number_of
+from cuverify.launching import Launched, check_int, multiprocessors, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS
 
@@ -299,6 +299,13 @@ class AcceptSampled:
     def __call__(self) -> None:
         """Sample: one launch on torch's current stream."""
         self.launch()
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that these ops launch with; see `cuverify.launched`."""
+    kinds = dict.fromkeys(_LOGITS.values())
+    yield Launched("accept", sets=[{"LOGIT_BITS": bits, "LOGIT": ctype} for bits, ctype in kinds])
+    yield Launched("accept")  # greedy and sampled acceptance
 
 
 def accept_kernels(**values: int | str) -> Mapping[str, Kernel]:

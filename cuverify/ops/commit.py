@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import grid, index_ctype, number_of
+from cuverify.launching import Launched, grid, index_ctype, number_of
 from cuverify.ops.relocate import SCRATCH_BYTES, RelocatePlan, RelocateWorkspace
 from cuverify.sources import KernelSource
 
@@ -307,6 +307,11 @@ class CommitPlan:
         if self.move is not None:
             self.move.read_status()
         return status
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that this op launches with; see `cuverify.launched`."""
+    yield Launched("commit", ("SEQ_INDEX", "QO_INDEX", "POOL_INDEX"))
 
 
 def commit_kernels(**values: str) -> dict[str, Kernel]:

@@ -8,7 +8,7 @@ of it is pinned, plan on the host instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cuverify.arguments import device_of
 from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import grid, index_ctype, number_of
+from cuverify.launching import Launched, grid, index_ctype, number_of
 from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace
 from cuverify.planner import MovePlan
 from cuverify.sources import KernelSource
@@ -241,6 +241,11 @@ class DefragPlan:
         left = int(src[-1]) if rows else live
         complete = rows < len(read(self.workspace.src)) or left == live + 1
         return MovePlan(src, dst, end - (live + 1) if complete else 0, complete)
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that this op launches with; see `cuverify.launched`."""
+    yield Launched("defrag", ("SEQ_INDEX", "POOL_INDEX"))
 
 
 def defrag_kernels(**values: str | int) -> dict[str, Kernel]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cuverify.arguments import device_of
 from cuverify.buffers import Buffer, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import number_of
-from cuverify.sources import KernelSource
+from cuverify.launching import Launched, number_of
+from cuverify.sources import KernelSource, Value
 
 MAX_RANKS = 64
 """Most tokens of a depth."""
@@ -108,6 +108,13 @@ class DraftTopk:
         """Find them: two launches on torch's current stream."""
         self.partials()
         self.merge()
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that this op launches with; see `cuverify.launched`."""
+    kinds = dict.fromkeys(_LOGITS.values())
+    sets: list[dict[str, Value]] = [{"LOGIT_BITS": bits, "LOGIT": ctype} for bits, ctype in kinds]
+    yield Launched("draft_topk", sets=sets)
 
 
 def draft_topk_kernels(**values: int | str) -> Mapping[str, Kernel]:

@@ -27,7 +27,7 @@ from cuverify.buffers import Buffer, read, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
-from cuverify.launching import grid, number_of
+from cuverify.launching import Launched, grid, number_of
 from cuverify.sources import KernelSource
 
 LANES = 8
@@ -43,6 +43,7 @@ LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
+_WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
@@ -557,6 +558,18 @@ def relocate(
     return plan
 
 
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that this op launches with; see `cuverify.launched`."""
+    defaults = relocate_kernels()["relocate_list"].source.known_values()
+    known = {name: int(value) for name, value in defaults.items()}
+    on_a_gpu = [
+        _gpu_values(capacity, known, one_launch=capacity <= LIST_ROWS)
+        for capacity in (*range(1, known["LIST_AHEAD"] + 2), LIST_ROWS + 1)
+    ]
+    sets = [{**more, **values} for values in on_a_gpu for more in ({}, _WIDE_ROWS)]
+    yield Launched("relocate", sets=sets)
+
+
 def relocate_kernels(**values: int) -> dict[str, Kernel]:
     """Return the kernels of kernels_cu/relocate.cu with these `-D` values, by name."""
     return _kernels(tuple(sorted(values.items())))
@@ -702,20 +715,13 @@ class _Shape:
         one_launch = capacity <= list_rows
         by_row = one_launch and capacity > known["LIST_AHEAD"]
         by_warp = one_launch and capacity <= known["FEW_ROWS"]
-        if by_row:
-            values = {**LONGER_LISTS, **values}
         if layout.first.device not in (None, "cpu"):
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
-                values = {"NARROW_ROWS": 0, **values}
-            if not one_launch:
-                values = {**_BLOCKS_ON_A_GPU, **values}
-            elif not by_row:
-                name, threads = (
-                    ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
-                )
-                pieces = -(-capacity * _COLUMN_PIECES // threads)
-                values = {name: 1 << (pieces - 1).bit_length(), **values}
+                values = {**_WIDE_ROWS, **values}
+            values = {**_gpu_values(capacity, known, one_launch=one_launch), **values}
+        elif by_row:
+            values = {**LONGER_LISTS, **values}
         known.update(values)
         held = (
             _WARP * known["FEW_PIECES"] if by_warp else known["LIST_THREADS"] * known["LIST_PIECES"]
@@ -738,6 +744,18 @@ class _Shape:
             one_launch, by_warp, by_row, places, columns, column_pieces, column_bytes,
             known["PHASES"], values,
         )  # fmt: skip
+
+
+def _gpu_values(capacity: int, known: Mapping[str, int], *, one_launch: bool) -> dict[str, int]:
+    """Return the `-D` values for lists of a capacity on a GPU; `known` are those of the text."""
+    if not one_launch:
+        return _BLOCKS_ON_A_GPU
+    if capacity > known["LIST_AHEAD"]:
+        return LONGER_LISTS
+    by_warp = capacity <= known["FEW_ROWS"]
+    name, threads = ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
+    pieces = -(-capacity * _COLUMN_PIECES // threads)
+    return {name: 1 << (pieces - 1).bit_length()}
 
 
 def _table(parts: Sequence[_Part], most: int, *, even: bool) -> NDArray[np.uint64]:

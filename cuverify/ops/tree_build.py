@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,8 +17,8 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import check_int, index_ctype, number_of
-from cuverify.sources import KernelSource
+from cuverify.launching import Launched, check_int, index_ctype, number_of
+from cuverify.sources import KernelSource, Value
 from cuverify.tree import MAX_TOKENS, MaskMode, sglang_mask_size
 
 MAX_DEPTH = 32
@@ -400,6 +400,22 @@ class VisibleParents:
     def __call__(self) -> None:
         """Write the parents: one launch on torch's current stream."""
         self.launch()
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that these ops launch with; see `cuverify.launched`."""
+    sizes = range(1, MAX_TOKENS + 1)
+    sets: list[dict[str, Value]] = [
+        dict(grown)
+        for grown in sorted(
+            {(("TREE_THREADS", _threads(n)), *_candidates(n).items()) for n in sizes}
+        )
+    ]
+    yield Launched("tree_build", ("TOKEN_INDEX", "SEQ_INDEX"), sets=sets)
+    threads = sorted({_threads(n) for n in sizes})
+    yield Launched("tree_build", ("SEQ_INDEX",), {"TREE_THREADS": threads})  # links
+    yield Launched("tree_build", ("SEQ_INDEX",))  # masks
+    yield Launched("tree_build")  # parents
 
 
 def tree_kernels(**values: int | str) -> Mapping[str, Kernel]:

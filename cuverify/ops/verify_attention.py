@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of,
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
+    Launched,
     capability,
     check_row_stride,
     check_words,
@@ -30,14 +31,15 @@ from cuverify.launching import (
 )
 from cuverify.narrow import STORED, Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
-from cuverify.sources import KernelSource
-from cuverify.tuning import choice_for
-from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
+from cuverify.sources import KernelSource, Value
+from cuverify.tuning import choice_for, choices_of
+from cuverify.verify_variants import RANK_HEADS, VARIANTS, VariantName, choose_variant, variants_for
 
 Element = Literal["bf16", "fp16"]
 
 _ELEMENTS: dict[str, Element] = {"bfloat16": "bf16", "uint16": "bf16", "float16": "fp16"}
 _CODES = ("uint8", "float8_e4m3fn")
+_OF_POOL: dict[Narrow, Element] = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
 _SCALE_BITS = 120
 _HOST_COMBINE_CTAS = 2
 _COMBINE_UNITS = 128  # of a row tile of 512 columns, each a block's at most
@@ -330,6 +332,22 @@ class VerifyAttention:
     def _most_row_tiles(self) -> int:
         """Return how many row tiles can be cut at most."""
         return min(self.plan.num_ctas, max_row_tiles(self.plan.batch, self.tokens, self.heads))
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values of layers with 512 + 64 columns; see `cuverify.launched`."""
+    for name in variants_for(arch):
+        variant = VARIANTS[name]
+        tuned = [choice.values for choice in choices_of(arch, name)]
+        own = [*tuned, *({**variant.lone, **values} for values in tuned)]
+        sets: list[Mapping[str, Value]] = [
+            {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **values}
+            for pool in _OF_POOL
+            for values in own
+            if variant.fits(512, 64, 1.0, pool)
+        ]
+        types = {"HEADS": RANK_HEADS, "LATENT": (512,), "ROPE": (64,)}
+        yield Launched(variant.stem, ("KV_INDEX", "QO_INDEX"), types, sets)
 
 
 def verify_attention_kernels(

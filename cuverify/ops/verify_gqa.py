@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
     HOST_CTAS,
     RESERVED_SHARED,
+    Launched,
     check_int,
     check_row_stride,
     check_words,
@@ -38,6 +40,7 @@ from cuverify.ops.verify_plan import (
     ROW_TILE,
     PlanWorkspace,
     VerifyPlan,
+    launched_plans,
     max_row_tiles,
     plan_workspace,
 )
@@ -51,6 +54,9 @@ ROW_TILES = (16, 32, 64)
 
 MAX_GROUP = 32
 """Most query heads of a KV head."""
+
+MODEL_GROUPS = (4, 5, 7, 8)
+"""Query heads of a KV head, as Llama and Qwen models have them; others work as well."""
 
 VALUES: Mapping[int, Mapping[str, int]] = {
     16: {"TILE": 64},
@@ -433,6 +439,15 @@ class VerifyGqa:
         units = tiles * self.rows * HEAD_DIM // 256
         most = _COMBINE_CTAS_PER_MULTIPROCESSOR * count // self.kv_heads
         return max(1, min(most, units)), self.kv_heads
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that layers and their plans launch with; see `cuverify.launched`."""
+    room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
+    sets = [{"ROWS": rows, **fitting_values(rows, room)} for rows in ROW_TILES]
+    yield Launched("verify_gqa", ("KV_INDEX", "QO_INDEX"), {"GROUP": MODEL_GROUPS}, sets)
+    heads = sorted({group * ROW_TILE // rows for group in MODEL_GROUPS for rows in ROW_TILES})
+    yield from launched_plans(heads, [PLAN_VALUES])
 
 
 def verify_gqa_kernels(**values: int | str) -> tuple[Kernel, Kernel]:

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from cuverify.arguments import device_of
 from cuverify.buffers import read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import HOST_CTAS, check_int, index_ctype, multiprocessors, number_of
+from cuverify.launching import (
+    HOST_CTAS,
+    Launched,
+    check_int,
+    index_ctype,
+    multiprocessors,
+    number_of,
+)
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS, MaskMode, sglang_mask_size
 
@@ -242,6 +249,14 @@ class VerifyWords:
     def __call__(self) -> None:
         """Write the words: one launch on torch's current stream."""
         self.launch()
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values that these ops launch with; see `cuverify.launched`."""
+    bounds = ("SEQ_INDEX", "KV_BOUND", "QO_INDEX")
+    yield Launched("verify_lists", bounds)
+    yield Launched("verify_lists", (*bounds, "POOL_INDEX", "KV_INDEX"))
+    yield Launched("verify_lists", ("SEQ_INDEX",))  # words
 
 
 def list_kernels(**values: int | str) -> Mapping[str, Kernel]:

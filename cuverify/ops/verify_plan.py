@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
     HOST_CTAS,
+    Launched,
     capability,
     check_int,
     grid,
@@ -28,9 +29,9 @@ from cuverify.launching import (
     multiprocessors,
     number_of,
 )
-from cuverify.sources import KernelSource
-from cuverify.tuning import choice_for
-from cuverify.verify_variants import VARIANTS, VariantName, variant_of
+from cuverify.sources import KernelSource, Value
+from cuverify.tuning import choice_for, choices_of
+from cuverify.verify_variants import RANK_HEADS, VARIANTS, VariantName, variant_of, variants_for
 
 ROW_TILE = 64
 """Query rows (tree tokens times heads) that one entry of the plan is for."""
@@ -393,6 +394,31 @@ class VerifyPlan:
     def peek_status(self) -> PlanStatus:
         """Return what the last call found, whatever it is. Waits for the device."""
         return PlanStatus.from_words(read(self.workspace.status).tolist())
+
+
+def launched(arch: str) -> Iterator[Launched]:
+    """Yield the `-D` values of plans for `VerifyAttention`; see `cuverify.launched`."""
+    sets = [
+        {**VARIANTS[name].plan, **choice.plan}
+        for name in variants_for(arch)
+        for choice in choices_of(arch, name)
+    ]
+    yield from launched_plans(RANK_HEADS, sets)
+
+
+def launched_plans(heads: Sequence[int], sets: Sequence[Mapping[str, Value]]) -> Iterator[Launched]:
+    """Yield the `-D` values that plans launch with.
+
+    Parameters
+    ----------
+    heads : sequence of int
+        Query rows of a token.
+    sets : sequence of mappings
+        Values of the text that decide the cuts.
+    """
+    indices = ("SEQ_INDEX", "QO_INDEX")
+    for gathered in ((), ("POOL_INDEX", "KV_INDEX")):
+        yield Launched("verify_plan", (*indices, *gathered), {"HEADS": heads}, sets)
 
 
 def verify_plan_kernel(**values: int | str) -> Kernel:
