@@ -414,9 +414,20 @@ def _words(text: str | None) -> list[str]:
 
 @cli.command()
 @click.argument("variants", nargs=-1, metavar="[VARIANT]...")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Only for requests of so many query rows, tree tokens times heads; repeatable.",
+)
 @click.option("--seconds", type=click.FloatRange(min=1), help="Begin no candidate later than this.")
 @_json_option
-def tune(variants: tuple[str, ...], seconds: float | None, json_file: Path | None) -> int:
+def tune(
+    variants: tuple[str, ...],
+    rows: tuple[int, ...],
+    seconds: float | None,
+    json_file: Path | None,
+) -> int:
     """Search the attention kernels' values that are best on this GPU, and keep them.
 
     The table of this GPU, cuverify/tuned/<gpu>.json, is what later steps look their values up in.
@@ -424,7 +435,7 @@ def tune(variants: tuple[str, ...], seconds: float | None, json_file: Path | Non
     from cuverify import tuner
 
     with _progress() as progress:
-        report, path = tuner.tune(variants, seconds=seconds, progress=progress)
+        report, path = tuner.tune(variants, rows=rows, seconds=seconds, progress=progress)
     click.echo(f"kept in {path}", err=True)
     return _finish(report, json_file)
 

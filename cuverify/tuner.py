@@ -169,6 +169,7 @@ def search(
 def tune(
     variants: Sequence[str] = (),
     *,
+    rows: Sequence[int] = (),
     seconds: float | None = None,
     folder: Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -179,6 +180,8 @@ def tune(
     ----------
     variants : sequence of str
         Of `KNOBS`; those that this GPU can run when empty. Entries of others stay as they are.
+    rows : sequence of int
+        Query rows of a request: only the classes of those are searched; all when empty.
     seconds : float, optional
         No candidate is begun later than this; classes that are not finished get no entry.
     folder : Path, optional
@@ -225,6 +228,7 @@ def tune(
             variant,
             KNOBS[variant],
             measure,
+            classes=classes_of(rows),
             defaults=default_values(variant),
             keep_going=lambda: seconds is None or time.monotonic() - started < seconds,
         )
@@ -238,6 +242,23 @@ def tune(
     document = json.dumps(table.to_json(), indent=1)
     write_atomically(path, document + "\n")
     return report, path
+
+
+def classes_of(rows: Sequence[int]) -> tuple[tuple[int | None, int], ...]:
+    """Return those of `CLASSES` that hold requests of so many query rows; all for none.
+
+    Raises
+    ------
+    ArgumentError
+        A number is below 1.
+    """
+    for count in rows:
+        if count < 1:
+            raise ArgumentError("rows", count, "a request has at least one query row")
+    first = {
+        next(pair for pair in CLASSES if pair[0] is None or count <= pair[0]) for count in rows
+    }
+    return tuple(pair for pair in CLASSES if pair in first) if rows else CLASSES
 
 
 def default_values(variant: VariantName) -> dict[str, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from cuverify.sources import KernelSource
 from cuverify.tuner import KNOBS, Knob, Trial, merged, search, trial_table
 from cuverify.tuning import Choice, Entry, TunedTable, find_choice, tables, tuned
 from cuverify.verify_shapes import Shape
-from cuverify.verify_variants import VARIANTS
+from cuverify.verify_variants import VARIANTS, Variant
 
 NARROW = Entry("portable", 64, Choice({"START_ROWS": 16}, {"STAGES": 5}))
 WIDE = Entry("portable", None, Choice({}, {"STAGES": 3}))
@@ -108,6 +109,22 @@ def test_steps_take_tuned_values_unless_they_are_given_some(
     assert "STAGES" not in given.layers[0].partials.launch.source.values
 
 
+def test_values_lie_on_those_of_a_single_row_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    # else a candidate of the tuner would be measured against something that never runs
+    from cuverify.own_attention import OwnAttention
+    from cuverify.verify_problem import Problem, new_pool
+
+    lone = replace(VARIANTS["portable"], lone={"COMBINE_UNROLL": 3, "COMBINE_LEAST": 2})
+    monkeypatch.setitem(cast(dict[str, Variant], VARIANTS), "portable", lone)
+    for prefixes, unroll in (((40,), 3), ((40, 9), None)):
+        problem = Problem(Shape(prefixes, 3), new_pool(60, "cpu"), copies=1)
+        for given in (None, {"STAGES": 5}, {"COMBINE_UNROLL": 6}):
+            layer = OwnAttention.of(problem, values=given).layers[0]
+            values = layer.partials.launch.source.values
+            assert values.get("COMBINE_UNROLL") == (given or {}).get("COMBINE_UNROLL", unroll)
+            assert values.get("STAGES") == (given or {}).get("STAGES")
+
+
 # --- the search ----------------------------------------------------------------------------------
 
 
@@ -190,6 +207,14 @@ def test_defaults_must_be_right() -> None:
         search("portable", [], lambda *given: None)
 
 
+def test_classes_are_those_that_hold_the_rows() -> None:
+    assert tuner.classes_of(()) == tuner.CLASSES
+    assert tuner.classes_of((9, 64, 65)) == ((64, 8), (128, 16))
+    assert tuner.classes_of((10_000,)) == ((None, 129),)
+    with pytest.raises(ArgumentError, match="rows=0"):
+        tuner.classes_of((0,))
+
+
 def test_old_entries_stay_beside_new_ones() -> None:
     new = Entry("portable", 64, Choice({"START_ROWS": 96}))
     other = Entry("sm90", 64, Choice())
@@ -233,6 +258,8 @@ def test_a_table_is_written_and_keeps_what_is_not_searched(
     assert (choice.plan["ROOT_HALVES"], choice.values["STAGES"]) == (2, 5)
     assert table.entries[-1] == kept
     assert report.tables[0].title == "values of portable"
+    searched, _ = tuner.tune(["portable"], rows=(100,), folder=tmp_path)
+    assert {row[0] for row in searched.tables[0].rows} == {"to 128"}
     tuner.tune(["portable"], folder=tmp_path, seconds=1e-9)
     assert TunedTable.from_json(json.loads(path.read_text())) == table, "nothing was finished"
 

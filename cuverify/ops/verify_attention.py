@@ -159,7 +159,7 @@ class VerifyAttention:
         The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
         `-D` values of that text, such as ``{"STAGES": 5}``, in place of those that were tuned for
-        the GPU.
+        the GPU, and beside those that the variant has for a single row tile.
 
     Attributes
     ----------
@@ -290,8 +290,8 @@ class VerifyAttention:
         if values is None:
             rows = plan.max_tree_tokens * heads
             values = choice_for(device, variant=self.variant, rows=rows).values
-            if self._most_row_tiles() == 1:
-                values = {**VARIANTS[self.variant].lone, **values}
+        if self._most_row_tiles() == 1:
+            values = {**VARIANTS[self.variant].lone, **values}
         partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
