@@ -24,8 +24,10 @@ from cuverify.ops.verify_gqa import (
     row_tile,
     verify_gqa_kernels,
 )
+from cuverify.ops.verify_plan import ROW_TILE
 from cuverify.sglang.backend import VerifyBackend
 from cuverify.sglang.contract import FAMILIES, Family
+from cuverify.sglang.gqa_backend import GqaVerifyBackend
 from cuverify.sglang.graphs import CudaGraphs, HostGraphs
 from cuverify.sglang.judge import judge
 from cuverify.sglang.play import play_contract
@@ -168,6 +170,38 @@ def test_sm_120_gets_values_that_leave_room_for_two_blocks(rows: int) -> None:
 @each_gqa_kind
 def test_gqas_likeness_of_a_graph_replays_on_other_batches(kind: GqaKind) -> None:
     judged_on_the_host(OneGqaKind(kind))
+
+
+def played_gqa(kind: GqaKind, family: Family, graphs: Any, shape: Shape) -> None:
+    """Play SGLang's runner with a backend that takes these values."""
+
+    class Taking(GqaVerifyBackend):
+        values = dict.fromkeys(ROW_TILES, kind.values)
+
+        def attend(self, *given: Any, plan: Any, **more: Any) -> None:
+            rows.add(ROW_TILE * kind.group // plan.heads)
+            super().attend(*given, plan=plan, **more)
+
+    rows: set[int] = set()
+    seen = play_contract(Taking, family, graphs, shape)
+    assert judge(seen) == []
+    assert rows == {kind.rows}
+    assert len(seen.plays) == len(schedule(shape.captured))
+
+
+@each_gqa_kind
+def test_gqa_keeps_sglangs_contract_on_the_host_lane(kind: GqaKind) -> None:
+    family = FAMILIES[kind.values["TILE"] // 32 % 2]
+    shape = Shape((1, 2), max(kind.trees), 24, heads=2 * kind.group, kv_heads=2)
+    played_gqa(kind, family, HostGraphs(), shape)
+
+
+@gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@each_gqa_kind
+def test_gqa_keeps_sglangs_contract_in_cuda_graphs(kind: GqaKind, family: Family) -> None:
+    shape = Shape((1, 3), max(kind.trees), heads=2 * kind.group, kv_heads=2)
+    played_gqa(kind, family, CudaGraphs(), shape)
 
 
 @gpu

@@ -22,8 +22,9 @@ from cuverify.errors import ArgumentError, CaseError
 from cuverify.host.options import checked
 from cuverify.report import Report
 from cuverify.sglang.backend import VerifyBackend
-from cuverify.sglang.check import check_runner, load_runner, run_in_child
+from cuverify.sglang.check import check_runner, load_runner, run_in_child, shape_for
 from cuverify.sglang.contract import FAMILIES, families_of, missing_hooks
+from cuverify.sglang.gqa_backend import GqaVerifyBackend
 from cuverify.sglang.graphs import CudaGraphs, HostGraphs, frozen_between
 from cuverify.sglang.inputs import GraphInputs
 from cuverify.sglang.judge import coverage, judge
@@ -52,6 +53,7 @@ BROKEN = {
 }
 _BACKENDS = Path(__file__).parent / "broken_backends.py"
 _OURS = "cuverify.sglang.backend:VerifyBackend"
+_GROUPED = "cuverify.sglang.gqa_backend:GqaVerifyBackend"
 
 SMALL = Shape((1, 2, 4), draft_tokens=5, max_context_len=40, latent=64, rope=16)
 
@@ -169,7 +171,17 @@ def test_batches_differ_but_for_those_that_are_compared() -> None:
     assert len({play.label for play in plays}) == len(plays) - 3
 
 
-@pytest.mark.parametrize("wrong", [{"captured": ()}, {"captured": (0, 2)}, {"draft_tokens": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"captured": ()},
+        {"captured": (0, 2)},
+        {"draft_tokens": 0},
+        {"kv_heads": 3},
+        {"kv_heads": 0},
+        {"kv_heads": 2, "pool": "fp16"},
+    ],
+)
 def test_shapes_that_make_no_sense_are_refused(wrong) -> None:
     with pytest.raises(ArgumentError):
         Shape(**wrong)
@@ -216,9 +228,9 @@ def test_what_a_play_writes_is_what_sglang_would(play: Play) -> None:
 def test_the_same_numbers_give_the_same_batch() -> None:
     one, other = (inputs_of.__wrapped__(SMALL, 3, 5, "mixed", 1) for _ in range(2))
     assert one.req_to_token.tobytes() == other.req_to_token.tobytes()
-    assert one.pool.tobytes() == other.pool.tobytes()
+    assert one.pools["kv_buffer"].tobytes() == other.pools["kv_buffer"].tobytes()
     assert one.full_mask().tobytes() == other.full_mask().tobytes()
-    assert inputs_of(SMALL, 3, 6, "mixed", 1).pool.tobytes() != one.pool.tobytes()
+    assert inputs_of(SMALL, 3, 6, "mixed", 1).q.tobytes() != one.q.tobytes()
 
 
 def test_padding_holds_nan_or_other_numbers() -> None:
@@ -569,6 +581,32 @@ def test_a_class_without_hooks_is_refused_by_name() -> None:
         load_runner("cuverify.sglang.backend:Nobody")
 
 
+def test_a_class_with_kv_heads_gets_keys_and_values_apart() -> None:
+    assert shape_for(load_runner(_OURS), SMALL) == SMALL
+    shape = shape_for(load_runner(_GROUPED), SMALL)
+    assert (shape.heads, shape.kv_heads, shape.row) == (8, 2, (2, 128))
+    given = inputs_of(shape, 2, 5, "mixed", 1)
+    tokens = 2 * shape.draft_tokens
+    assert {name: rows.shape for name, rows in given.fresh.items()} == {
+        "k": (tokens, 2, 128), "v": (tokens, 2, 128)
+    }  # fmt: skip
+    assert (given.fresh["k"] != given.fresh["v"]).any()
+    assert given.q.shape == (tokens, 8, 128)
+
+
+class SwapsValues(GqaVerifyBackend):
+    """Attends to the values as if they were keys."""
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        return super().forward_extend(q, v, k, layer, forward_batch, save_kv_cache)
+
+
+def test_values_in_the_place_of_keys_are_wrong() -> None:
+    shape = shape_for(SwapsValues, replace(SMALL, captured=(1,)))
+    found = judge(play_contract(SwapsValues, "split", HostGraphs(), shape, plays=[Play(1, 1, 0)]))
+    assert [f.rule for f in found] == ["CV603"]
+
+
 class GpuOnly(VerifyBackend):
     """A backend whose kernels the host lane cannot run."""
 
@@ -628,12 +666,14 @@ def test_ours_keeps_the_contract_in_cuda_graphs(family) -> None:
 
 
 @pytest.mark.gpu
-def test_the_validator_finds_nothing_in_what_ours_records() -> None:
-    report = on_gpu(_OURS, (1, 4))
+@pytest.mark.parametrize("reference", [_OURS, _GROUPED], ids=["latent", "grouped"])
+def test_the_validator_finds_nothing_in_what_ours_records(reference: str) -> None:
+    report = on_gpu(reference, (1, 4))
     assert report.ok, report.to_text()
+    name = reference.partition(":")[2]
     lines = {line.subject: line.status for line in report.coverage}
     for family in FAMILIES:
-        assert lines[f"VerifyBackend, {family} hooks, 4 requests: capture"] == "inspected"
+        assert lines[f"{name}, {family} hooks, 4 requests: capture"] == "inspected"
 
 
 @pytest.mark.gpu

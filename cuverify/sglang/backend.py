@@ -16,7 +16,7 @@ from cuverify.verify_variants import VariantName, choose_variant
 if TYPE_CHECKING:
     import torch
 
-    from cuverify.ops.verify_attention import AttentionWorkspace, Element
+    from cuverify.ops.verify_attention import Element
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
 _WORD = 64
@@ -40,7 +40,7 @@ class Metadata:
         Its rows have columns for the prefix in front.
     seq_lens, req_pool_indices, qo_indptr, kv_indices, visible : tensor
     plan : VerifyPlan
-    workspace : AttentionWorkspace
+    workspace : AttentionWorkspace, or GqaWorkspace
     """
 
     bs: int
@@ -53,7 +53,7 @@ class Metadata:
     kv_indices: torch.Tensor
     visible: torch.Tensor
     plan: VerifyPlan
-    workspace: AttentionWorkspace
+    workspace: Any
 
 
 class VerifyBackend:
@@ -78,6 +78,7 @@ class VerifyBackend:
     def __init__(self, model_runner: ModelRunner) -> None:
         self.device = model_runner.device
         self.heads = model_runner.num_attention_heads
+        self.kv_heads = model_runner.num_key_value_heads
         self.latent = model_runner.latent
         self.draft_tokens = model_runner.speculative_num_draft_tokens
         self.max_context_len = model_runner.max_context_len
@@ -184,8 +185,6 @@ class VerifyBackend:
         """Write the drafts' rows to their slots and attend. See `contract.VerifyRunner`."""
         import torch
 
-        from cuverify.ops.verify_attention import VerifyAttention
-
         metadata = self._metadata
         tokens = metadata.bs * self.draft_tokens
         pool = forward_batch.token_to_kv_pool
@@ -193,9 +192,10 @@ class VerifyBackend:
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         out = torch.empty((tokens, self.heads, self.latent), dtype=q.dtype, device=q.device)
         lse = torch.empty((tokens, self.heads), dtype=torch.float32, device=q.device)
-        attend = VerifyAttention(
+        self.attend(
             q,
-            pool.get_key_buffer(layer.layer_id),
+            pool,
+            layer,
             out,
             lse,
             plan=metadata.plan,
@@ -203,10 +203,29 @@ class VerifyBackend:
             sm_scale=layer.scaling,
             out_cache_loc=forward_batch.out_cache_loc,
             workspace=metadata.workspace,
-            variant=self.text,
         )
-        attend()
         return out
+
+    # What depends on how rows are kept
+
+    def make_plan(self, seq_lens: Any, qo_indptr: Any, **more: Any) -> VerifyPlan:
+        """Return a plan for a batch size; parameters as for `VerifyPlan`."""
+        from cuverify.ops.verify_plan import VerifyPlan
+
+        return VerifyPlan(seq_lens, qo_indptr, heads=self.heads, variant=self.text, **more)
+
+    def make_workspace(self, like: torch.Tensor, plan: VerifyPlan) -> Any:
+        """Return the attention's workspace for a plan."""
+        from cuverify.ops.verify_attention import AttentionWorkspace
+
+        return AttentionWorkspace.allocate(like, plan=plan, latent=self.latent, dtype=self.element)
+
+    def attend(self, q: Any, pool: Any, layer: Layer, out: Any, lse: Any, **more: Any) -> None:
+        """Attend to a layer's pool; what is not named here is as for `VerifyAttention`."""
+        from cuverify.ops.verify_attention import VerifyAttention
+
+        kv = pool.get_key_buffer(layer.layer_id)
+        VerifyAttention(q, kv, out, lse, variant=self.text, **more)()
 
     # Parts
 
@@ -287,7 +306,7 @@ class _Tables:
         import torch
 
         n, device = backend.draft_tokens, backend.device
-        self._backend, self._max_bs = backend, max_bs
+        self._backend = backend
         self._plans: dict[int, VerifyPlan] = {}
 
         def zeros(length: int, dtype: Any = torch.int64) -> Any:
@@ -302,47 +321,24 @@ class _Tables:
         self.query_mask = zeros(max_bs * n * n, torch.uint8)
         self.query_indptr = torch.arange(0, (max_bs + 1) * n * n, n * n, device=device)
         self.visible = zeros(max_bs * n * -(-n // _WORD)).reshape(max_bs * n, -1)
-        self.plan_workspace = self._plan_workspace(max_bs)
-        self.attention_workspace = self._attention_workspace()
+        self.plan_workspace: PlanWorkspace | None = None
+        largest = self.plan(max_bs)
+        self.plan_workspace = largest.workspace
+        self.attention_workspace = backend.make_workspace(self.seq_lens, largest)
 
     def plan(self, bs: int) -> VerifyPlan:
         """Return the plan of a batch size; all of them write the same buffers."""
-        from cuverify.ops.verify_plan import VerifyPlan
-
         backend = self._backend
         if bs not in self._plans:
             n = backend.draft_tokens
-            self._plans[bs] = VerifyPlan(
+            self._plans[bs] = backend.make_plan(
                 self.seq_lens[:bs],
                 self.qo_indptr[: bs + 1],
-                heads=backend.heads,
                 max_tokens=bs * n,
                 max_tree_tokens=n,
                 workspace=self.plan_workspace,
                 kv_indices=self.kv_indices,
                 req_to_token=backend.req_to_token,
                 req_pool_indices=self.req_pool_indices[:bs],
-                variant=backend.text,
             )
         return self._plans[bs]
-
-    def _plan_workspace(self, max_bs: int) -> PlanWorkspace:
-        from cuverify.ops.verify_plan import PlanWorkspace
-
-        return PlanWorkspace.allocate(
-            self.seq_lens,
-            max_batch=max_bs,
-            max_tokens=max_bs * self._backend.draft_tokens,
-            heads=self._backend.heads,
-        )
-
-    def _attention_workspace(self) -> AttentionWorkspace:
-        from cuverify.ops.verify_attention import AttentionWorkspace
-
-        largest = self.plan(self._max_bs)
-        return AttentionWorkspace.allocate(
-            self.seq_lens,
-            plan=largest,
-            latent=self._backend.latent,
-            dtype=self._backend.element,
-        )

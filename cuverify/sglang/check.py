@@ -37,6 +37,8 @@ HOST_SHAPE = Shape(CAPTURED, draft_tokens=5, max_context_len=40, latent=64, rope
 CHECKED_SHAPE = Shape((1, 2), draft_tokens=5, max_context_len=24, latent=64, rope=16)
 """What the host lane attends to in seconds, without and with the checkers."""
 
+_GROUP = 4  # query heads of a KV head
+
 _TASK = f"{__name__}:run_in_child"
 
 
@@ -118,6 +120,14 @@ def load_runner(reference: str) -> Any:
     return make
 
 
+def shape_for(make: Any, shape: Shape) -> Shape:
+    """Return a shape for a backend's class: with keys and values apart if it has ``kv_heads``."""
+    kv_heads = getattr(make, "kv_heads", None)
+    if kv_heads is None:
+        return shape
+    return replace(shape, heads=_GROUP * kv_heads, kv_heads=kv_heads)
+
+
 def _on_host(report: Report, make: Any, seed: int, progress: Progress | None) -> None:
     from cuverify.host.options import checked
 
@@ -128,8 +138,9 @@ def _on_host(report: Report, make: Any, seed: int, progress: Progress | None) ->
     for family in families_of(make):
         with checked():
             seen = play_contract(
-                make, family, HostGraphs(), CHECKED_SHAPE, seed=seed, told=progress
-            )
+                make, family, HostGraphs(), shape_for(make, CHECKED_SHAPE), seed=seed,
+                told=progress,
+            )  # fmt: skip
         found = _add(report, seen, "under the checkers")
         # without the checkers a fault of memory would be this process's
         if found:
@@ -137,7 +148,8 @@ def _on_host(report: Report, make: Any, seed: int, progress: Progress | None) ->
             reason = "findings under the checkers come first"
             report.coverage.append(Coverage(subject, "not inspected", reason))
             continue
-        seen = play_contract(make, family, HostGraphs(), HOST_SHAPE, seed=seed, told=progress)
+        shape = shape_for(make, HOST_SHAPE)
+        seen = play_contract(make, family, HostGraphs(), shape, seed=seed, told=progress)
         _add(report, seen)
 
 
@@ -203,7 +215,7 @@ def run_in_child(work: Mapping[str, Any], emit: Emit) -> None:
         Takes events, each with a ``kind``: ``at`` (what is being done) and ``report``.
     """
     make = load_runner(work["runner"])
-    shape = Shape(tuple(work["captured"]))
+    shape = shape_for(make, Shape(tuple(work["captured"])))
     families = families_of(make)
     for family in families:
 

@@ -59,7 +59,8 @@ class Layer:
     Attributes
     ----------
     layer_id, tp_q_head_num, tp_k_head_num, head_dim, v_head_dim : int
-        Absorbed MLA: one KV head, ``head_dim`` = D, ``v_head_dim`` = latent.
+        Absorbed MLA: one KV head, ``head_dim`` = D, ``v_head_dim`` = latent. Grouped queries: as
+        many KV heads as there are, 128 columns each.
     scaling : float
         Factor of the scores.
     """
@@ -119,6 +120,38 @@ class TokenToKvPool:
         Padding writes slot 0 several times; which row stays is open.
         """
         self.kv_buffer[loc] = cache_k.to(self.dtype).view(self.kv_buffer.dtype)
+
+
+@dataclass(eq=False)
+class MhaTokenToKvPool:
+    """The KV cache of one layer whose keys and values are apart.
+
+    Attributes
+    ----------
+    k_buffer, v_buffer : tensor of bfloat16, shape (slots, KV heads, 128)
+        Slot 0 takes what padding writes.
+    """
+
+    k_buffer: torch.Tensor
+    v_buffer: torch.Tensor
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the keys."""
+        return self.k_buffer
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the values."""
+        return self.v_buffer
+
+    def set_kv_buffer(
+        self, layer: Layer, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+    ) -> None:
+        """Write rows to slots; as for `TokenToKvPool`."""
+        self.k_buffer[loc] = cache_k
+        self.v_buffer[loc] = cache_v
+
+
+KvPool = TokenToKvPool | MhaTokenToKvPool
 
 
 @dataclass(eq=False)
@@ -243,7 +276,7 @@ class ForwardBatch:
     seq_lens_sum: int
     spec_info: VerifyInput
     req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool: TokenToKvPool
+    token_to_kv_pool: KvPool
     forward_mode: ForwardMode
 
 
@@ -257,7 +290,10 @@ class ModelRunner:
         ``cpu`` is the host lane: torch tensors in host memory, cuverify's kernels under its
         checkers, and graphs that are likenesses of CUDA's.
     num_attention_heads, latent, rope : int
-        H of this rank, and the columns of a KV row.
+        H of this rank, and the columns of a KV row. Where keys and values are apart, `latent` are
+        those of each, and `rope` is 0.
+    num_key_value_heads : int
+        KV heads of this rank; 1 for latent rows.
     scaling : float
         Factor of the scores.
     max_context_len : int
@@ -270,20 +306,21 @@ class ModelRunner:
         What the pool holds: the same, or float8_e4m3fn beside bfloat16, a code's number being what
         it stands for.
     req_to_token_pool : ReqToTokenPool
-    token_to_kv_pool : TokenToKvPool
+    token_to_kv_pool : TokenToKvPool or MhaTokenToKvPool
     """
 
     device: str
     num_attention_heads: int
     latent: int
     rope: int
+    num_key_value_heads: int
     scaling: float
     max_context_len: int
     speculative_num_draft_tokens: int
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
     req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool: TokenToKvPool
+    token_to_kv_pool: KvPool
 
 
 class VerifyRunner(Protocol):
@@ -304,6 +341,9 @@ class VerifyRunner(Protocol):
 
     The attribute ``verify_mask``, where it is there and not None, is a `VerifyMask`: then the
     second family's `VerifyInput.custom_mask` is its buffer.
+
+    A class whose attribute ``kv_heads`` is a number is played with so many KV heads, four query
+    heads each, and keys and values apart: `MhaTokenToKvPool`, and a `v` that is no view of `k`.
 
     Notes
     -----

@@ -6,6 +6,7 @@ is `play`'s.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +19,10 @@ from cuverify.sglang.contract import (
     Family,
     ForwardBatch,
     ForwardMode,
+    KvPool,
     Layer,
     MakeRunner,
+    MhaTokenToKvPool,
     ModelRunner,
     ReqToTokenPool,
     TokenToKvPool,
@@ -38,7 +41,6 @@ from cuverify.static_buffers import fill, write
 from cuverify.tolerances import attention_bounds
 from cuverify.validators.compare import Bounded, host_array
 from cuverify.validators.places import short_path
-from cuverify.verify_batch import SM_SCALE
 
 NAN = float("nan")
 
@@ -47,6 +49,8 @@ _DTYPES: Mapping[Narrow, str] = {
     "fp16": "float16",
     "fp8_e4m3": "float8_e4m3fn",
 }
+
+_OF_THE_RUNNER = (ModelRunner, ReqToTokenPool, TokenToKvPool, MhaTokenToKvPool, ForwardBatch)
 
 _DEPTH = 3  # of attributes that are looked through for tensors
 
@@ -77,7 +81,7 @@ class Rig:
         import torch
 
         self.family, self.device, self.shape = family, device, shape
-        width = shape.latent + shape.rope
+        width = shape.row[1]
 
         def buffer(sizes: tuple[int, ...], dtype: Any) -> Any:
             return torch.zeros(sizes, dtype=dtype, device=device)
@@ -85,23 +89,27 @@ class Rig:
         dtype, held = (getattr(torch, _DTYPES[kind]) for kind in (shape.element, shape.pool))
         self.req_to_token = buffer(shape.table, torch.int32)
         # codes lie as bytes, as in SGLang: float8 can be neither indexed nor filled everywhere
-        self.pool = buffer(
-            (shape.num_slots, 1, width), torch.uint8 if shape.pool == "fp8_e4m3" else dtype
-        )
+        stored = torch.uint8 if shape.pool == "fp8_e4m3" else dtype
+        self.pools = {name: buffer((shape.num_slots, *shape.row), stored) for name in shape.pools}
         self.q = buffer((shape.max_tokens, shape.heads, width), dtype)
-        self.k = buffer((shape.max_tokens, 1, width), dtype)
-        self.out = buffer((shape.max_tokens, shape.heads, shape.latent), dtype)
-        self.layer = Layer(0, shape.heads, 1, width, shape.latent, float(SM_SCALE))
+        self.fresh = {name: buffer((shape.max_tokens, *shape.row), dtype) for name in shape.fresh}
+        self.out = buffer((shape.max_tokens, shape.heads, shape.columns), dtype)
+        self.layer = Layer(0, shape.heads, shape.row[0], width, shape.columns, shape.sm_scale)
         self._req_pool = ReqToTokenPool(self.req_to_token)
-        self._kv_pool = TokenToKvPool(self.pool, shape.latent, held)
+        self._kv_pool: KvPool
+        if shape.kv_heads is None:
+            self._kv_pool = TokenToKvPool(self.pools["kv_buffer"], shape.latent, held)
+        else:
+            self._kv_pool = MhaTokenToKvPool(**self.pools)
         self._present: ForwardBatch | None = None
         self.backend = make(
             ModelRunner(
                 device=device,
                 num_attention_heads=shape.heads,
-                latent=shape.latent,
-                rope=shape.rope,
-                scaling=float(SM_SCALE),
+                latent=shape.columns,
+                rope=width - shape.columns,
+                num_key_value_heads=shape.row[0],
+                scaling=shape.sm_scale,
                 max_context_len=shape.max_context_len,
                 speculative_num_draft_tokens=shape.draft_tokens,
                 dtype=dtype,
@@ -205,8 +213,12 @@ class Rig:
         Of the queries and draft rows that are in the buffers now; of the rest as the play has it.
         """
         tokens = play.requests * self.shape.draft_tokens
-        q, k = host_array(self.q[:tokens]), host_array(self.k[:tokens, 0])
-        return _reference(self.given(play), q.data, k.data, self.device)
+        q = host_array(self.q[:tokens]).data
+        fresh = {name: host_array(rows[:tokens]).data for name, rows in self.fresh.items()}
+        given = self.given(play)
+        if self.shape.kv_heads is not None:
+            return _separate_reference(given, q, fresh, self.device)
+        return _reference(given, q, fresh["k"][:, 0], self.device)
 
     def real_rows(self, play: Play) -> Any:
         """Return the view of the output that a play's real requests get."""
@@ -214,11 +226,10 @@ class Rig:
 
     def _forward(self, batch: ForwardBatch) -> None:
         tokens = batch.batch_size * self.shape.draft_tokens
-        k = self.k[:tokens]
-        result = self.backend.forward_extend(
-            self.q[:tokens], k, k[..., : self.shape.latent], self.layer, batch
-        )
-        self.out[:tokens].copy_(result.reshape(tokens, self.shape.heads, self.shape.latent))
+        k = self.fresh["k"][:tokens]
+        v = self.fresh["v"][:tokens] if "v" in self.fresh else k[..., : self.shape.latent]
+        result = self.backend.forward_extend(self.q[:tokens], k, v, self.layer, batch)
+        self.out[:tokens].copy_(result.reshape(tokens, self.shape.heads, self.shape.columns))
 
     # What nobody may write, and where things lie
 
@@ -227,7 +238,8 @@ class Rig:
         inputs = {
             f"forward_batch.{name}": tensor.clone() for name, tensor in self.inputs.buffers.items()
         }
-        return {**inputs, "req_to_token": self.req_to_token.clone(), "kv_buffer": self.pool.clone()}
+        pools = {name: pool.clone() for name, pool in self.pools.items()}
+        return {**inputs, "req_to_token": self.req_to_token.clone(), **pools}
 
     def changed(self, before: Mapping[str, Any], play: Play) -> tuple[str, ...]:
         """Name what is not as it was in `untouchable`, the drafts' slots and slot 0 left out."""
@@ -240,19 +252,21 @@ class Rig:
         ]
         if not torch.equal(self.req_to_token, before["req_to_token"]):
             changed.append("req_to_token")
-        # as whole numbers: NaN lies where nobody may write
-        now, then = (pool.view(torch.uint8) for pool in (self.pool, before["kv_buffer"]))
-        bits = (now != then).any(-1)
-        written = bits.reshape(-1).nonzero().reshape(-1).tolist()
-        wrong = sorted(set(written) - {0, *self.given(play).fields["out_cache_loc"].tolist()})
-        if wrong:
-            changed.append(f"kv_buffer slots {wrong[:4]}")
+        allowed = {0, *self.given(play).fields["out_cache_loc"].tolist()}
+        for name, pool in self.pools.items():
+            # as whole numbers: NaN lies where nobody may write
+            now, then = (rows.view(torch.uint8) for rows in (pool, before[name]))
+            written = (now != then).flatten(1).any(1).nonzero().reshape(-1).tolist()
+            wrong = sorted(set(written) - allowed)
+            if wrong:
+                changed.append(f"{name} slots {wrong[:4]}")
         return tuple(changed)
 
     def tensors(self) -> dict[str, Any]:
         """Return the backend's own tensors by where they hang, the runner's left out."""
-        runners = (*self.inputs.buffers.values(), self.req_to_token, self.pool, self.q, self.k)
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*runners, self.out)}
+        runners = (*self.inputs.buffers.values(), *self.pools.values(), *self.fresh.values())
+        others = (self.req_to_token, self.q, self.out)
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*runners, *others)}
         found: dict[str, Any] = {}
         _collect(self.backend, "", _DEPTH, found, set())
         return {
@@ -267,22 +281,27 @@ class Rig:
         """Write what the model has computed by then: table, cache, queries, the drafts' rows."""
         tokens = play.requests * self.shape.draft_tokens
         write(self.req_to_token, given.req_to_token)
-        pool = given.pool
-        if play.padding == "numbers":  # what padding wrote to its slot before
-            pool = pool.copy()
-            pool[0] = padding_rows(play, 1, pool.shape[1], self.shape.pool)
-        write(self.pool, pool[:, None, :])
-        write(self.q[:tokens], given.batch.q())
-        write(self.k[:tokens], given.batch.draft_kv()[:, None, :])
+        for name, pool in given.pools.items():
+            content = pool
+            if play.padding == "numbers":  # what padding wrote to its slot before
+                content = pool.copy()
+                row = padding_rows(play, 1, pool[0].size, self.shape.pool)
+                content[0] = row.reshape(pool[0].shape)
+            write(self.pools[name], content)
+        write(self.q[:tokens], given.q)
+        for name, rows in given.fresh.items():
+            write(self.fresh[name][:tokens], rows)
 
     def _write_padding(self, play: Play) -> None:
         """Write what the model makes of padding into the rows behind the real ones."""
         n, shape = self.shape.draft_tokens, self.shape
         begin, end = play.requests * n, play.captured * n
-        width = shape.latent + shape.rope
+        kv_heads, width = shape.row
         rows = padding_rows(play, end - begin, shape.heads * width, shape.element)
-        write(self.q[begin:end], rows.reshape(end - begin, shape.heads, width))
-        write(self.k[begin:end], rows[:, None, :width])
+        rows = rows.reshape(end - begin, shape.heads, width)
+        write(self.q[begin:end], rows)
+        for fresh in self.fresh.values():
+            write(fresh[begin:end], rows[:, :kv_heads])
 
     def _write_fill(self, bs: int) -> None:
         """Write a batch of padding only, as the runner captures on."""
@@ -290,7 +309,7 @@ class Rig:
             self.inputs.view(name, bs).zero_()
         for name in ("seq_lens", "seq_lens_cpu"):
             self.inputs.view(name, bs).fill_(self.fill_value)
-        for tensor in (self.q, self.k, self.pool):
+        for tensor in (self.q, *self.fresh.values(), *self.pools.values()):
             fill(tensor, 0.0)
         fill(self.req_to_token, 0)
 
@@ -384,7 +403,7 @@ def _reference(given: PlayInputs, q: NDArray[Any], k: NDArray[Any], device: str)
     from cuverify import torch_oracle
     from cuverify.reference.verify_attention import verify_attention
 
-    batch, layout, pool = given.batch, given.batch.layout, given.pool
+    batch, layout, pool = given.batch, given.batch.layout, given.pools["kv_buffer"][:, 0]
     drafts: dict[str, Any] = {"draft_kv": k}
     if batch.pool_dtype != batch.dtype:
         # the backend may read them back from the pool, where they have been rounded
@@ -411,6 +430,30 @@ def _reference(given: PlayInputs, q: NDArray[Any], k: NDArray[Any], device: str)
     return attention_bounds(exact, baseline, dtype=batch.dtype)["out"]
 
 
+def _separate_reference(
+    given: PlayInputs, q: NDArray[Any], fresh: Mapping[str, NDArray[Any]], device: str
+) -> Bounded:
+    from cuverify import torch_oracle
+    from cuverify.reference.verify_gqa import verify_gqa
+
+    batch, layout = given.batch, given.batch.layout
+    arguments: dict[str, Any] = {
+        "q": q,
+        **given.pools,
+        "k_extend": fresh["k"],
+        "v_extend": fresh["v"],
+        "sm_scale": batch.sm_scale,
+        "qo_indptr": layout.qo_indptr(),
+        "kv_indptr": layout.kv_indptr(),
+        "kv_indices": layout.kv_indices(),
+        "visible": batch.visible(),
+    }
+    attend = functools.partial(torch_oracle.attend, device=device)
+    exact = verify_gqa(**arguments) if device == "cpu" else verify_gqa(**arguments, attend=attend)
+    baseline = verify_gqa(**arguments, attend=functools.partial(attend, exact=False))
+    return attention_bounds(exact, baseline)["out"]
+
+
 def _collect(owner: Any, path: str, depth: int, found: dict[str, Any], visited: set[int]) -> None:
     import torch
 
@@ -424,7 +467,7 @@ def _collect(owner: Any, path: str, depth: int, found: dict[str, Any], visited: 
         parts = [(f"{path}[{key!r}]", value) for key, value in owner.items()]
     elif isinstance(owner, (list, tuple)):
         parts = [(f"{path}[{at}]", value) for at, value in enumerate(owner)]
-    elif isinstance(owner, (ModelRunner, ReqToTokenPool, TokenToKvPool, ForwardBatch)):
+    elif isinstance(owner, _OF_THE_RUNNER):
         return
     elif hasattr(owner, "__dict__") and not isinstance(owner, type):
         parts = [(f"{path}.{name}" if path else name, value) for name, value in vars(owner).items()]

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.errors import ArgumentError
+from cuverify.gqa_batch import HEAD_DIM, KEY_WIDTH, GqaBatch
+from cuverify.gqa_batch import SM_SCALE as GQA_SM_SCALE
 from cuverify.kv_layout import KvLayout
 from cuverify.narrow import NAN, Narrow, narrow
 from cuverify.tree import DraftTree
@@ -51,6 +53,9 @@ class Shape:
         See `cuverify.verify_batch.VerifyBatch`.
     pool : {"bf16", "fp16", "fp8_e4m3"}
         What the pool holds; all else is of that type, too, but bf16 beside codes.
+    kv_heads : int, optional
+        KV heads whose keys and values are apart, bf16, 128 columns each; `latent` and `rope` do not
+        matter then. Latent rows if absent.
 
     Raises
     ------
@@ -65,6 +70,7 @@ class Shape:
     latent: int = 512
     rope: int = 64
     pool: Narrow = "bf16"
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if not self.captured or min(self.captured) < 1:
@@ -72,6 +78,36 @@ class Shape:
         for name in ("draft_tokens", "max_context_len"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "must be at least 1")
+        if self.kv_heads is not None:
+            if self.kv_heads < 1 or self.heads % self.kv_heads:
+                raise ArgumentError("kv_heads", self.kv_heads, f"do not divide {self.heads} heads")
+            if self.pool != "bf16":
+                raise ArgumentError("pool", self.pool, "keys and values that are apart are bf16")
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor of the scores."""
+        return float(SM_SCALE if self.kv_heads is None else GQA_SM_SCALE)
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """Heads and columns of a row of the pool: of a key, where values are apart."""
+        return (1, self.latent + self.rope) if self.kv_heads is None else (self.kv_heads, HEAD_DIM)
+
+    @property
+    def columns(self) -> int:
+        """Columns of an output."""
+        return self.latent if self.kv_heads is None else HEAD_DIM
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of what a layer keeps of its tokens."""
+        return ("kv_buffer",) if self.kv_heads is None else ("k_buffer", "v_buffer")
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of the drafts' rows, which are not in a pool yet, in the order of `pools`."""
+        return ("k",) if self.kv_heads is None else ("k", "v")
 
     @property
     def element(self) -> ElementType:
@@ -202,22 +238,28 @@ class PlayInputs:
     Attributes
     ----------
     batch : VerifyBatch
-        What the oracle reads.
+        Layout, trees and masks; where rows are latent, also the values of all that follows.
     fields : mapping of str to ndarray of int64
         The runner's inputs by SGLang's names; what `GraphInputs.write` takes.
     links : tuple of ndarray of int64, shape (requests, n)
         retrieve_index, retrieve_next_token, retrieve_next_sibling.
     req_to_token : ndarray of int32
         The whole table, stale numbers in it.
-    pool : ndarray, shape (slots, D)
-        Numbers as `cuverify.narrow` has them, NaN where nobody may read.
+    q : ndarray, shape (T, H, columns)
+        Numbers here and below as `cuverify.narrow` has them.
+    pools : mapping of str to ndarray, shape (slots, *Shape.row)
+        By `Shape.pools`, NaN where nobody may read.
+    fresh : mapping of str to ndarray, shape (T, *Shape.row)
+        The drafts' rows by `Shape.fresh`.
     """
 
     batch: VerifyBatch
     fields: Mapping[str, NDArray[np.int64]]
     links: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
     req_to_token: NDArray[np.int32]
-    pool: NDArray[Any]
+    q: NDArray[Any]
+    pools: Mapping[str, NDArray[Any]]
+    fresh: Mapping[str, NDArray[Any]]
 
     @property
     def trees(self) -> tuple[DraftTree, ...]:
@@ -262,13 +304,15 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
         placement="scattered",
         rng=rng,
     )
+    separate = shape.kv_heads is not None
+    latent, rope = KEY_WIDTH if separate else (shape.latent, shape.rope)
     batch = VerifyBatch(
         layout,
         tuple(_tree(n, rng) for _ in range(requests)),
-        heads=shape.heads,
-        latent=shape.latent,
-        rope=shape.rope,
-        sm_scale=SM_SCALE,
+        heads=-(-shape.heads // 8) * 8,
+        latent=latent,
+        rope=rope,
+        sm_scale=shape.sm_scale,
         seed=seed,
         draft_source="separate",
         index_dtype="int64",
@@ -294,7 +338,18 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
         np.stack([pair[1] for pair in pairs]),
     )
     table = _table(shape, layout, fill, rng)
-    return PlayInputs(batch, fields, links, table, batch.pool())
+    q, pools, fresh = _rows(shape, batch)
+    return PlayInputs(batch, fields, links, table, q, pools, fresh)
+
+
+def _rows(shape: Shape, batch: VerifyBatch) -> tuple[NDArray[Any], dict[str, Any], dict[str, Any]]:
+    """Return queries, pools and drafts' rows of a batch."""
+    if shape.kv_heads is None:
+        pool, drafts = batch.pool()[:, None], batch.draft_kv()[:, None]
+        return batch.q(), {"kv_buffer": pool}, {"k": drafts}
+    grouped = GqaBatch(batch, shape.heads // shape.kv_heads, shape.kv_heads)
+    pools = {"k_buffer": grouped.k_buffer(), "v_buffer": grouped.v_buffer()}
+    return grouped.q(), pools, {"k": grouped.k_extend(), "v": grouped.v_extend()}
 
 
 def stale_fields(shape: Shape, play: Play, rows: int) -> dict[str, NDArray[np.int64]]:

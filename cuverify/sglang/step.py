@@ -28,12 +28,10 @@ class RunnerStep:
     device : {"cuda", "cpu"}
     """
 
-    alone = ("q", "k")
-    """Inputs that may hold other content than the rest."""
-
     def __init__(
         self, make: MakeRunner, family: Family, shape: Shape, play: Play, device: str = "cuda"
     ) -> None:
+        self.alone = ("q", *shape.fresh)
         self._bs = play.captured
         self._make_rig = functools.partial(Rig, make, family, device, shape)
         self._rig = self._make_rig()
@@ -44,7 +42,8 @@ class RunnerStep:
     def inputs(self) -> Mapping[str, Any]:
         """The queries and the drafts' rows of all requests."""
         tokens = len(self._rig.real_rows(self._play))
-        return {"q": self._rig.q[:tokens], "k": self._rig.k[:tokens]}
+        fresh = {name: rows[:tokens] for name, rows in self._rig.fresh.items()}
+        return {"q": self._rig.q[:tokens], **fresh}
 
     @property
     def outputs(self) -> Mapping[str, Any]:

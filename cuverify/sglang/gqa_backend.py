@@ -1,0 +1,50 @@
+"""Our grouped-query verify attention as an attention backend of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cuverify.sglang.backend import VerifyBackend
+from cuverify.sglang.contract import Layer
+
+if TYPE_CHECKING:
+    from cuverify.ops.verify_plan import VerifyPlan
+
+
+class GqaVerifyBackend(VerifyBackend):
+    """Tree verification over keys and values that are apart, as Llama and Qwen models keep them.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        Its pool is a `MhaTokenToKvPool`.
+    """
+
+    kv_heads = 2
+    values: ClassVar[Mapping[int, Mapping[str, int]] | None] = None
+    """`-D` values by the query rows of a row tile, in place of those that fit the GPU."""
+
+    def make_plan(self, seq_lens: Any, qo_indptr: Any, **more: Any) -> VerifyPlan:
+        """Return a plan for a batch size; parameters as for `plan_verify_gqa`."""
+        from cuverify.ops.verify_gqa import plan_verify_gqa
+
+        return plan_verify_gqa(
+            seq_lens, qo_indptr, group=self.heads // self.kv_heads, kv_heads=self.kv_heads, **more
+        )
+
+    def make_workspace(self, like: Any, plan: VerifyPlan) -> Any:
+        """Return the attention's workspace for a plan."""
+        from cuverify.ops.verify_gqa import GqaWorkspace
+
+        group = self.heads // self.kv_heads
+        return GqaWorkspace.allocate(like, plan=plan, group=group, kv_heads=self.kv_heads)
+
+    def attend(self, q: Any, pool: Any, layer: Layer, out: Any, lse: Any, **more: Any) -> None:
+        """Attend to a layer's pool; what is not named here is as for `VerifyGqa`."""
+        from cuverify.ops.verify_gqa import VerifyGqa, row_tile
+
+        rows = row_tile(self.heads // self.kv_heads, self.draft_tokens)
+        values = None if self.values is None else self.values[rows]
+        keys = pool.get_key_buffer(layer.layer_id)
+        VerifyGqa(q, keys, pool.get_value_buffer(layer.layer_id), out, lse, values=values, **more)()
