@@ -189,7 +189,7 @@ def survey_of(
     architectures : sequence of str
         All that were asked for.
     with_values : bool
-        Tell the `-D` values of each row, too.
+        Tell the `-D` values of each row, too: those in which a text's rows differ.
     save, progress, compilations
         As for `survey`.
     """
@@ -220,7 +220,7 @@ def survey_of(
             compiled += 1
             for diagnostic in cubin.warnings:
                 said.setdefault(diagnostic, []).append(arch)
-            shown = (" ".join(f"{n}={v}" for n, v in source.values.items()),) * with_values
+            shown = (_differing(source, todo),) * with_values
             rows.setdefault(source, []).extend((*row, *shown) for row in _rows(arch, cubin))
     report = Report("compile")
     # by kernel; the sort is stable, so architectures stay in order
@@ -249,6 +249,13 @@ def _rows(arch: str, cubin: Cubin) -> Iterator[tuple[object, ...]]:
             taken.constant_bytes,
             taken.max_threads,
         )
+
+
+def _differing(source: KernelSource, todo: Sequence[tuple[KernelSource, str]]) -> str:
+    """Return the values that not all sources of the same text have."""
+    others = [other.values.items() for other, _ in todo if other.name == source.name]
+    common = set(source.values.items()).intersection(*others)
+    return " ".join(f"{name}={value}" for name, value in sorted(source.values.items() - common))
 
 
 def _finding(diagnostic: Diagnostic, archs: Sequence[str], asked: Sequence[str]) -> Finding:

@@ -18,11 +18,8 @@ from cuverify.compile import max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.ops.verify_gqa import (
-    ALL_VALUES,
     ROW_TILES,
-    fitting_values,
     row_tile,
-    verify_gqa_kernels,
 )
 from cuverify.ops.verify_plan import ROW_TILE
 from cuverify.sglang.backend import VerifyBackend
@@ -155,16 +152,6 @@ each_gqa_kind = pytest.mark.parametrize("kind", GQA_KINDS, ids=str)
 def test_each_row_tile_has_its_trees() -> None:
     for kind in GQA_KINDS:
         assert row_tile(kind.group, max(kind.trees)) == kind.rows
-
-
-@pytest.mark.parametrize("rows", ROW_TILES)
-def test_sm_120_gets_values_that_leave_room_for_two_blocks(rows: int) -> None:
-    hopper, sm_120 = (228 << 10, 100 << 10)
-    assert fitting_values(rows, hopper) == ALL_VALUES[0][rows]
-    small = fitting_values(rows, sm_120)
-    assert small in [values[rows] for values in ALL_VALUES[1:]]
-    partials, _ = verify_gqa_kernels(ROWS=rows, **small)
-    assert (partials.declared_shared() or 0) <= max_shared_bytes("sm_120")
 
 
 @each_gqa_kind

@@ -19,7 +19,8 @@ from cuverify.compile import ARCHITECTURES
 from cuverify.launched import launched_sources
 from cuverify.launches import Launch
 from cuverify.ops import relocate
-from cuverify.resources import package_stems
+from cuverify.ops.verify_gqa import COMPACT_VALUES, ROW_TILES, VALUES
+from cuverify.resources import package_stems, survey_of
 from cuverify.sources import KernelSource
 from cuverify.tuning import Choice, Entry, TunedTable
 from cuverify.verify_variants import VARIANTS, choose_variant
@@ -138,6 +139,13 @@ def test_values_narrow_or_replace() -> None:
     assert {source.values["PLAN_THREADS"] for source in put_in} == {128}
 
 
+@pytest.mark.parametrize(("arch", "chosen"), [("sm_90a", VALUES), ("sm_120", COMPACT_VALUES)])
+def test_row_tiles_get_what_fits_the_architecture(arch: str, chosen: Any) -> None:
+    for rows in ROW_TILES:
+        for source in launched_sources("verify_gqa", arch, {"ROWS": rows}):
+            assert {**source.values, **chosen[rows]} == source.values
+
+
 def test_every_text_has_values_on_some_architecture() -> None:
     for stem in package_stems():
         assert any(launched_sources(stem, arch) for arch in ARCHITECTURES), stem
@@ -153,8 +161,20 @@ def test_the_command_saves_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     table = json.loads(capsys.readouterr().out)["tables"][0]
     at = table["columns"].index("values")
     assert {row[at] for row in table["rows"]} == {
-        f"POOL_INDEX=int SEQ_INDEX={index}" for index in ("int", "long long")
+        f"SEQ_INDEX={index}" for index in ("int", "long long")
     }
+
+
+def test_nothing_spills_where_a_batch_has_one_row_tile() -> None:
+    fixed = {"HEADS": 8, "KV_INDEX": "int", "QO_INDEX": "int", "ELEMENT": "bf16"}
+    pairs = [
+        (source, "sm_90a") for source in launched_sources("verify_attention_sm90", "sm_90a", fixed)
+    ]
+    table = survey_of(pairs, ["sm_90a"], with_values=True).tables[0]
+    spill, values = table.columns.index("spill B"), table.columns.index("values")
+    lone = " ".join(f"{name}={value}" for name, value in sorted(VARIANTS["sm90"].lone.items()))
+    assert {row[values] for row in table.rows} == {"", lone}
+    assert {row[spill] for row in table.rows} == {0}
 
 
 def test_the_command_refuses_other_texts(capsys: pytest.CaptureFixture[str]) -> None:
