@@ -38,12 +38,12 @@ SCRATCH_BYTES = 1 << 31
 """Most scratch of a long list, unless the caller says otherwise; one column needs more at times."""
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
+_WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
 LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
-_WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
