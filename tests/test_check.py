@@ -208,6 +208,14 @@ def test_a_step_follows_the_other_batches_that_it_takes(name: str) -> None:
     assert taken > 0
 
 
+@pytest.mark.parametrize("name", ["verify_attention", "verify_gqa"])
+def test_large_batches_are_large(name: str) -> None:
+    batches = cases.draw(cases.load(name).device_batches, seed=0, examples=None)
+    large = [batch for label, batch in batches if ", large, " in label]
+    assert len(large) >= 5
+    assert all(batch.capacity.tree > 1 or batch.capacity.listed > 0 for batch in large)
+
+
 def test_settings_of_the_host_lane_hold_for_cases_beside_others() -> None:
     with host_options(compiler="no-such-compiler"), pytest.raises(ToolchainError):
         checked("CLEAN", "WRONG", architectures=[])
