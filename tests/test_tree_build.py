@@ -494,6 +494,19 @@ def test_a_mask_that_does_not_fit_is_left_out() -> None:
     assert mask.tolist() == [1] * 10 + [9] * 12
 
 
+@pytest.mark.parametrize("length", [2**60, 2**63 - 1, 2**31, -(2**63)])
+def test_lengths_that_wrap_around_have_no_part_of_a_mask(length: int) -> None:
+    trees = TreeBuffers.allocate(np.zeros(1), batch=3, num_tokens=16)
+    trees.visible[:] = 1
+    lens = np.array([length, 2, length])
+    mask, status = np.full(16 * (16 * 3 + 2), 9, np.uint8), np.full(3, 9, np.int32)
+    wanted = tree_build.tree_mask(trees.visible, lens, mask, mode="full", fill_prefix=True)
+    with cuverify.checked():
+        TreeMask(lens, trees, mask, status, mode="full", fill_prefix=True)()
+    assert status.tolist() == wanted["status"].tolist() == [1, 0, 1]
+    np.testing.assert_array_equal(mask, wanted["mask"])
+
+
 # Golden vectors
 
 

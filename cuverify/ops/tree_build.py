@@ -301,8 +301,8 @@ class TreeMask:
     mask : tensor of uint8 or bool, one dimension
         The parts of all requests one behind the other; what is behind them is left alone.
     status : tensor of int32, shape (B,)
-        Written: 0; 1 where a length is negative; 2 where a part does not fit the mask and is left
-        out.
+        Written: 0; 1 where a length is negative or no int32; 2 where a part does not fit the mask;
+        such parts are left out.
     mode : {"full", "query_only", "bit_packed"}
         See `cuverify.tree.DraftTree.from_sglang_mask`.
     fill_prefix : bool

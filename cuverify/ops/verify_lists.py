@@ -34,7 +34,7 @@ class ListCode(enum.IntEnum):
 
     LISTED = 0
     BAD_LENGTH = 1
-    """A length is negative."""
+    """A length is negative, or no int32."""
     BAD_POOL_ROW = 2
     """A request's row is none of `req_to_token`."""
     BAD_POOL_WIDTH = 3
