@@ -26,6 +26,7 @@ from cuverify.ops.commit import (
     commit_kernels,
     commit_workspace,
 )
+from cuverify.ops.relocate import RelocateWorkspace
 from cuverify.reference import commit as oracle
 from cuverify.sources import KernelSource
 from cuverify.strategies import commit_batches, examples
@@ -265,6 +266,10 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
     work = CommitWorkspace.allocate(good["accept_index"], 2, 4)
     lens = np.zeros(3, np.int32)
     pools = list(CommitStep(golden(), "numpy").storage)
+    mixed = np.zeros((40, 32), np.uint8)
+    words = mixed.reshape(-1).view(np.int32)
+    tables = RelocateWorkspace.allocate(pools, 8)
+    indices = good["accept_index"][0]
     for changes, message in (
         ({"new_lens": good["seq_lens"]}, "new_lens.*with seq_lens"),
         ({"new_lens": good["seq_lens"][:]}, "new_lens.*with seq_lens"),
@@ -283,6 +288,19 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
             r"workspace\.src.*with out_cache_loc",
         ),
         ({"pools": pools, "workspace": replace(work, src=work.dst)}, r"workspace\.dst.*\.src"),
+        ({"pools": [mixed], "seq_lens": words[:2]}, r"pools\[0\].*with seq_lens"),
+        (
+            {
+                "pools": pools,
+                "relocate_workspace": replace(tables, status=work.status),
+                "workspace": work,
+            },
+            r"relocate_workspace\.status.*with workspace\.status",
+        ),
+        (
+            {"pools": pools, "relocate_workspace": replace(tables, status=indices)},
+            r"relocate_workspace\.status.*with accept_index",
+        ),
     ):
         with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):
             CommitPlan(**{**good, **changes})

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -650,6 +651,17 @@ def test_misuse_names_the_argument(spoiled: dict[str, Any], says: str) -> None:
     TreeBuild(**right)
     with pytest.raises(cuverify.errors.CuverifyError, match=f"(?s){says}"):
         TreeBuild(**right | spoiled)
+
+
+def test_parents_share_no_memory_with_what_they_are_made_of() -> None:
+    trees = TreeBuffers.allocate(TABLE, batch=2, num_tokens=9)
+    over = trees.visible.view(np.int32)[:9].reshape(2, 9)
+    with pytest.raises(ArgumentError, match=r"trees\.parents.*shares memory with trees\.visible"):
+        VisibleParents(replace(trees, parents=over))
+    given = trees.parents.reshape(-1)[:16].view(np.int64).reshape(2, 4)
+    selected = np.zeros((2, 8), np.int64)
+    with pytest.raises(ArgumentError, match=r"trees\.parents.*shares memory with parent_list"):
+        EagleParents(selected, given, 2, trees)
 
 
 def test_sizes_are_checked() -> None:

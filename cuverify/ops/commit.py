@@ -265,6 +265,8 @@ class CommitPlan:
                 pools, workspace.src, workspace.dst, workspace.count, page_size=page_size,
                 workspace=relocate_workspace, num_ctas=num_ctas,
             )  # fmt: skip
+            status = tensor_of("workspace.status", workspace.status)
+            self.move.refuse_overlap([status, *inputs.values()])
         else:
             table = kernels["commit_table"]
             self.permute = table.bind(

@@ -16,14 +16,14 @@ import enum
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor, device_of
-from cuverify.buffers import Buffer, read, tensor_of, wrong
+from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
@@ -195,6 +195,17 @@ def _workspace(
         "staged": Buffer((capacity,), "int32"),
         "scratch": Buffer((rounds * column,), "uint8"),
     }
+
+
+def pool_slots(pools: Sequence[Any], page_size: int = 1) -> int:
+    """Return the slots of each of these pools.
+
+    Raises
+    ------
+    ArgumentError
+        The pools cannot be moved; see `RelocatePlan`.
+    """
+    return _PoolLayout.of(pools, page_size).num_slots
 
 
 def _bitmap(num_slots: int) -> Buffer:
@@ -381,6 +392,10 @@ class RelocatePlan:
                 fits = len(tensor.shape) == 1 and tensor.shape[0] >= buffer.shape[0]
             if not fits:
                 raise wrong(tensor, f"{need} need shape {list(buffer.shape)}")
+        written = [tensors[name] for name in held]
+        refuse_overlap(written, [tensors[name] for name in lists], apart=layout.tensors)
+        renamed = [replace(tensor, name=f"relocate_{tensor.name}") for tensor in written]
+        self._written = [*layout.tensors, *renamed]
 
         shape = _Shape.of(layout, capacity, list_rows, given)
         self.pools = tuple(pools)
@@ -500,6 +515,16 @@ class RelocatePlan:
         for launch in self.launches:
             launch()
 
+    def refuse_overlap(self, others: Sequence[Tensor]) -> None:
+        """Raise if a call writes what else a larger op, of which it is a part, is given.
+
+        Raises
+        ------
+        ArgumentError
+            Naming both.
+        """
+        refuse_overlap([], others, apart=self._written)
+
     def read_status(self) -> RelocateStatus:
         """Return the verdict of the last call. Waits for the device: not for use inside a capture.
 
@@ -590,7 +615,11 @@ class _PoolLayout:
 
     num_slots: int
     parts: tuple[_Part, ...]
-    first: Tensor
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def first(self) -> Tensor:
+        return self.tensors[0]
 
     @property
     def row_bytes(self) -> int:
@@ -614,7 +643,7 @@ class _PoolLayout:
                 raise wrong(tensor, "is read-only; rows are moved in place")
             parts.append(part)
         _refuse_shared_rows(tensors, parts, slots // page_size, page_size)
-        return cls(slots, tuple(parts), tensors[0])
+        return cls(slots, tuple(parts), tuple(tensors))
 
 
 def _rows_of(pool: Tensor, page_size: int) -> tuple[int, _Part]:

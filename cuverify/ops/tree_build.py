@@ -368,7 +368,8 @@ class EagleParents:
                 raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants two")
         check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
         batch = selected.shape[0]
-        _, n, _ = _held(trees, batch)
+        held, n, _ = _held(trees, batch)
+        refuse_overlap([held["parents"]], [selected, listed])
         kernel = tree_kernels()["eagle_parents"]
         self.launch = kernel.bind(
             batch, number_of(kernel, "TREE_THREADS"),
@@ -390,7 +391,8 @@ class VisibleParents:
 
     def __init__(self, trees: TreeBuffers) -> None:
         batch = _batch(tensor_of("trees.sizes", trees.sizes))
-        _, n, words = _held(trees, batch)
+        held, n, words = _held(trees, batch)
+        refuse_overlap([held["parents"]], [held["visible"]])
         kernel = tree_kernels()["visible_parents"]
         self.launch = kernel.bind(
             batch, number_of(kernel, "TREE_THREADS"),
