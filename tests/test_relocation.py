@@ -565,6 +565,7 @@ def test_plans_that_would_lose_a_row_are_refused() -> None:
         (plan([live[0], live[1]], [free[0], free[0]]), "a destination stands twice"),
         (plan([live[0], live[0]], [free[0], free[1]]), "a source stands twice"),
         (plan([live[0]], [SLOTS]), f"outside of {SLOTS}"),
+        (plan([live[0]], []), "the plan has 1 sources and 0 destinations"),
         (
             plan([*live[:11]], [*live[1:11], live[0]]),
             "overlaps and has 11 rows; the reserve holds 10",
@@ -652,6 +653,49 @@ def test_a_holder_follows_as_a_whole_or_not_at_all(wrong: int, library: str, nam
     table[1, 2] = 1
     holder.rewrite(np.array([0, 3, 2, 1]))
     assert table.tolist() == [[3, 2, 1], [2, 1, 3]]
+
+
+def unwritable(library: str) -> Any:
+    if library == "torch":
+        return pytest.importorskip("torch").zeros(1, dtype=int).expand(3)
+    array = np.arange(1, 4)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["lists", "entries", "saved states"])
+def test_what_cannot_be_written_is_refused_before_anything_is(kind: str, library: str) -> None:
+    first, last = np.array([1, 2, 3]), unwritable(library)
+    if library == "torch":
+        first = pytest.importorskip("torch").from_numpy(first)
+    allocator = SimpleNamespace(free_pages=first)
+    holder = {
+        "lists": IndexHolder("held", lambda: [first, last]),
+        "entries": BySlotHolder("held", lambda: [first, last]),
+        "saved states": AllocatorHolder(allocator, lambda: [(first,), (last,)], "held"),
+    }[kind]
+    with pytest.raises(RelocationRefused, match=r"held: a tensor of shape \[3\] is read-only or"):
+        holder.rewrite(np.array([0, 2, 1]) if kind == "entries" else np.array([0, 2, 1, 3]))
+    assert first.tolist() == [1, 2, 3]
+    assert allocator.free_pages is first
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bool"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_list_that_cannot_hold_every_slot_is_refused(library: str, dtype: str) -> None:
+    slots: Any = np.array([1, 0], dtype)
+    if library == "torch":
+        slots = pytest.importorskip("torch").from_numpy(slots)
+    where = np.arange(200)
+    where[[1, 199]] = 199, 1  # as int8 that is -57
+    with pytest.raises(RelocationRefused, match=f"held: a list of .*{dtype} cannot hold 200 slots"):
+        IndexHolder("held", lambda: [slots]).rewrite(where)
+    assert slots.tolist() == [1, 0]
+    IndexHolder("held", lambda: [slots[:0]]).rewrite(where)
+    if dtype == "int8":
+        IndexHolder("held", lambda: [slots]).rewrite(np.array([1, 0]))
+        assert slots.tolist() == [0, 1]
 
 
 def test_an_epoch_that_a_holder_does_not_follow_can_be_rolled_back() -> None:
