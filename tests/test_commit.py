@@ -241,6 +241,8 @@ def test_misuse_is_named() -> None:
         ({"new_lens": np.zeros(2, np.int64)}, "new_lens.*seq_lens are int32"),
         ({"page_size": 16}, "page_size=16"),
         ({"num_ctas": 0}, "num_ctas=0"),
+        ({"num_ctas": "2"}, "num_ctas='2': wants at least one block"),
+        ({"out_cache_loc": np.array(3)}, "out_cache_loc.*one dimension"),
         ({"out_cache_loc": np.zeros(12, np.int32)}, "out_cache_loc.*int32.*int64"),
     ):
         with pytest.raises(ArgumentError, match=message):

@@ -205,7 +205,7 @@ def test_misuse_is_named() -> None:
             DefragPlan(**{**good, **changes})
     assert defrag_workspace(40, 3)["live"].shape == (2,)
     assert defrag_workspace(2**31 - 1, 3)["moved_by"].shape == (2**31 - 1,)
-    for sizes in ((0, 3), (2**31, 3), (40, 0), (40, 2**31)):
+    for sizes in ((0, 3), (2**31, 3), (40, 0), (40, 2**31), (40, 2.5), ("40", 3)):
         with pytest.raises(ArgumentError, match=r"num_slots, budget=.*want 1 to 2\*\*31 - 1 each"):
             defrag_workspace(*sizes)
     with pytest.raises(CaseError, match="does not fit"):

@@ -221,6 +221,8 @@ class CommitPlan:
                 raise wrong(
                     inputs[name], f"has shape {list(inputs[name].shape)}; wants two extents"
                 )
+        if len(inputs["out_cache_loc"].shape) != 1:
+            raise wrong(inputs["out_cache_loc"], "wants one dimension")
         batch, depth = inputs["accept_index"].shape
         for name, length in (
             ("accept_token_num", batch), ("qo_indptr", batch + 1), ("seq_lens", batch),

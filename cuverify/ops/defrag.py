@@ -46,8 +46,9 @@ def defrag_workspace(num_slots: int, budget: int) -> dict[str, Buffer]:
     ArgumentError
         Naming both.
     """
-    if not 1 <= num_slots < 2**31 or not 1 <= budget < 2**31:
-        raise ArgumentError("num_slots, budget", (num_slots, budget), "want 1 to 2**31 - 1 each")
+    sizes = (num_slots, budget)
+    if not all(isinstance(size, int) and 1 <= size < 2**31 for size in sizes):
+        raise ArgumentError("num_slots, budget", sizes, "want 1 to 2**31 - 1 each")
     return {
         "live": Buffer((-(-num_slots // 32),), "uint32"),
         "fault": Buffer((1,), "int32"),

@@ -43,6 +43,7 @@ LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
+_PAGE_SIZES = [1 << bits for bits in range(17)]
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
@@ -629,7 +630,7 @@ class _PoolLayout:
     def of(cls, pools: Sequence[Any], page_size: int) -> _PoolLayout:
         if not isinstance(pools, Sequence) or not len(pools):
             raise ArgumentError("pools", pools, "wants a list with one tensor a layer")
-        if page_size < 1 or page_size & (page_size - 1) or page_size > 1 << 16:
+        if page_size not in _PAGE_SIZES:
             raise ArgumentError("page_size", page_size, "wants a power of two, at most 65,536")
         tensors = [tensor_of(f"pools[{at}]", pool) for at, pool in enumerate(pools)]
         device_of(tensors)
@@ -724,7 +725,7 @@ class _Shape:
     def of(
         cls, layout: _PoolLayout, capacity: int, list_rows: int, values: dict[str, int]
     ) -> _Shape:
-        if not 0 <= list_rows <= LIST_ROWS:
+        if not isinstance(list_rows, int) or not 0 <= list_rows <= LIST_ROWS:
             raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
