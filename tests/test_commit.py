@@ -187,6 +187,7 @@ def test_windows_that_share_a_slot_are_not_moved() -> None:
     with pytest.raises(ArgumentError, match=r"dst\[3\]=4: is an earlier row's destination"):
         step.plan.read_status()
     np.testing.assert_array_equal(step.storage, before)
+    assert step.new_lens.tolist() == [6, 8]  # as said of new_lens: the move is judged later
 
 
 def test_kernel_op_and_oracle_number_the_verdicts_alike() -> None:

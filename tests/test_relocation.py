@@ -473,6 +473,23 @@ def test_a_failure_at_every_step_is_finished_or_rolled_back(kind: str, roll_back
         server.check()
 
 
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_holders_follow_whatever_journal_an_epoch_is_in(rolled_back: bool) -> None:
+    server = busy_server()
+    if rolled_back:
+        server.fail_at = 5
+        with pytest.raises(FaultError):
+            server.relocation.apply(plans_of(server)["compact"])
+        server.relocation.recover(roll_back=True)
+    else:
+        server.relocation.apply(plans_of(server)["compact"])
+    second = Relocation(server.holders, server.mover, reserve=RESERVE)
+    plan = plans_of(server)["contiguous"]
+    assert plan.overlaps
+    second.apply(plan)
+    server.check()
+
+
 def test_a_row_that_changed_in_between_is_found() -> None:
     server = busy_server()
     plan = plans_of(server)["compact"]

@@ -161,7 +161,8 @@ class CommitPlan:
         Slots of a page of the pools.
     new_lens : tensor like seq_lens, optional
         Where the lengths after the commit go, which may be `seq_lens` itself in a commit by rows;
-        one by table still needs the old lengths.
+        one by table still needs the old lengths. They are counted before rows move: also where the
+        move then finds slots that are none, or not apart, and moves nothing.
     workspace : CommitWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     relocate_workspace : RelocateWorkspace, optional
