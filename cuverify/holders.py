@@ -80,7 +80,14 @@ class TableHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in all rows in use."""
-        rows = [self._table[row, :allocated] for row, allocated in self._requests()]
+        shape = list(self._table.shape)
+        requests = list(self._requests())
+        for row, allocated in requests:
+            if not 0 <= row < shape[0] or not 0 <= allocated <= shape[1]:
+                raise RelocationRefused(
+                    f"{self.name}: row {row} with {allocated} tokens, of a table {shape}"
+                )
+        rows = [self._table[row, :allocated] for row, allocated in requests]
         _follow(self.name, rows, where)
 
 
@@ -256,11 +263,13 @@ class BySlotHolder(Holder):
                 )
         _refuse_unwritable(self.name, tensors)
         back = np.argsort(where)
-        for device, places in _by_device(tensors).items():
+        fronts = [tensor[: len(where)] for tensor in tensors]
+        new: list[Any] = [None] * len(fronts)
+        for device, places in _by_device(fronts).items():
             there = _on(device, back)
             for at in places:
-                front = tensors[at][: len(where)]
-                front[...] = front[there]
+                new[at] = fronts[at][there]
+        _write(fronts, new)
 
 
 class PinHolder(Holder):

@@ -734,6 +734,24 @@ def test_entries_by_slot_move_in_all_tensors_or_in_none() -> None:
     assert (long.tolist(), short.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_entries_that_a_holder_has_twice_move_once(library: str) -> None:
+    entries: Any = np.arange(5)
+    if library == "torch":
+        entries = pytest.importorskip("torch").from_numpy(entries)
+    BySlotHolder("hashes", lambda: [entries, entries[:4]]).rewrite(np.array([0, 2, 3, 1]))
+    assert entries.tolist() == [0, 3, 1, 2, 4]
+
+
+@pytest.mark.parametrize("request_", [(-1, 2), (2, 2), (0, -1), (0, 4)])
+def test_requests_that_no_table_has_are_refused(request_: tuple[int, int]) -> None:
+    table = np.array([[1, 2, 3], [2, 3, 1]], np.int32)
+    holder = TableHolder(table, lambda: [(1, 3), request_])
+    with pytest.raises(RelocationRefused, match=r"table: row .* tokens, of a table \[2, 3\]"):
+        holder.rewrite(np.array([0, 3, 2, 1]))
+    assert table.tolist() == [[1, 2, 3], [2, 3, 1]]
+
+
 def test_a_permutation_is_taken_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     real, taken = torch.from_numpy, []
