@@ -374,7 +374,7 @@ __device__ void write_views(const Views& to, int b, int n, int words, int size, 
         row[0] = bits;
         const long long i = first + node;
         to.depths[i] = depth;
-        to.positions[i] = seq_len + depth;
+        to.positions[i] = static_cast<long long>(static_cast<unsigned long long>(seq_len) + depth);
         to.retrieve_index[i] = i;
         to.next_token[i] = used ? first_child[node] : -1;
         to.next_sibling[i] = used ? next_sibling[node] : -1;
