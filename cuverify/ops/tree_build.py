@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -147,8 +147,13 @@ class TreeBuffers:
         sizes = tree_buffers(batch, num_tokens, words)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
-    def read_status(self) -> None:
+    def read_status(self, *, padded: Collection[int] = ()) -> None:
         """Raise if a request was malformed. Waits for the device: not for use inside a capture.
+
+        Parameters
+        ----------
+        padded : collection of int
+            Requests that are padding: their drafts may be anything.
 
         Raises
         ------
@@ -156,7 +161,7 @@ class TreeBuffers:
             Naming the first request and what is wrong with it.
         """
         for request, (code, value) in enumerate(read(self.status).tolist()):
-            if code:
+            if code and request not in padded:
                 reason = _REASONS[TreeCode(code)].format(value=value)
                 raise ArgumentError("tree", request, f"request {request}: {reason}")
 
