@@ -899,7 +899,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         return;
     }
     const unsigned rows = static_cast<unsigned>(length);
-    const bool by_column = LIST_AHEAD > 0 && capacity <= LIST_AHEAD;
+    const bool by_column = capacity <= LIST_AHEAD;
     const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
     HeldColumn<LIST_PIECES, LIST_THREADS> held;
     if (by_column && number < end) {
