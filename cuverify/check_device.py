@@ -16,7 +16,7 @@ from typing import Any
 
 from cuverify import cases as registry
 from cuverify.report import Coverage, Finding
-from cuverify.resources import processors
+from cuverify.resources import processors, threads_of_children
 from cuverify.validators.capture import CaptureResult, capture_and_replay
 from cuverify.validators.child import ChildOutcome, Emit, run_child
 from cuverify.validators.coverage import coverage
@@ -29,6 +29,7 @@ CHANGES = 2  # other batches that each captured graph is replayed on
 RESTARTS = 3  # children that may fail before the rest of a share of the batches is given up
 
 _MOST_JOBS = 8
+_PROCESSORS_A_JOB = 2
 _BYTES_A_JOB = 16 << 30  # of GPU memory: a pool, and its scores in float64
 
 _TASK = f"{__name__}:run_case"
@@ -119,7 +120,12 @@ def jobs_of_this_machine() -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return max(1, min(_MOST_JOBS, processors() // 2, memory // _BYTES_A_JOB))
+    return max(1, min(_MOST_JOBS, _most_children(), memory // _BYTES_A_JOB))
+
+
+def _most_children() -> int:
+    """Return for how many children there are processors, whatever cases they belong to."""
+    return max(1, processors() // _PROCESSORS_A_JOB)
 
 
 def _run_share(
@@ -145,6 +151,7 @@ def _run_share(
             },
             silence_s=silence_s,
             on_event=listener.take,
+            environment=threads_of_children(_most_children()),
         )
         if outcome.status == "done" and not listener.wants_restart:
             return
@@ -277,10 +284,8 @@ def run_case(work: Mapping[str, Any], emit: Emit) -> None:
     for number in range(work["first"], len(batches), work["stride"]):
         label, batch = batches[number]
         emit({"kind": "begin", "batch": number, "label": label})
-        # The next ones in a circle: inputs that the graph of this one can be replayed on. Those
-        # that are drawn alike come last: the right answer would be the same.
+        # the next ones in a circle: inputs that the graph of this one can be replayed on
         others = batches[number + 1 :] + batches[:number]
-        others.sort(key=lambda other: repr(other[1]) == repr(batch))
         result = _run_batch(case, label, batch, others, thorough=number < THOROUGH)
         emit({"kind": "end", **_plain(result)})
         if any(fault.context_lost or fault.stage == "capture" for fault in result.seen.faults):

@@ -82,6 +82,25 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_children(children: int) -> dict[str, str]:
+    """Return what a child process of several needs in its environment to take its share only.
+
+    numpy and torch each start a thread a processor, whatever runs beside them.
+
+    Parameters
+    ----------
+    children : int
+        How many run at a time.
+
+    Returns
+    -------
+    dict
+        Variables to set; what this process's environment says already stands.
+    """
+    share = max(1, processors() // children)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}
+
+
 class Compilations:
     """Compilations in the background, a thread a processor: NVRTC lets go of Python's lock.
 

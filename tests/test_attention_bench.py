@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cuverify import peers
 from cuverify.bench import Record, Timing, run_benches
 from cuverify.benches import verify_attention as bench
 from cuverify.ceilings import Ceilings, read_step
@@ -247,6 +248,7 @@ def test_a_peer_that_is_not_here_is_a_record() -> None:
 @pytest.mark.gpu
 def test_one_small_shape_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.delenv(peers.VARIABLE, raising=False)
     records = run_benches(
         ["verify_attention"], "cuda", options={"shapes": ["2x1k:17"], "peers": ["torch*"]}
     )

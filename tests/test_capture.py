@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -693,7 +693,12 @@ INPUTS = [("first", [1.0] * 4), ("second", [2, 3, 4, 5]), ("long", [1] * 9), ("t
 
 
 def on_made_up_gpu(
-    kind: type[PlusOne], monkeypatch: pytest.MonkeyPatch, *, walked: bool = True, **options: Any
+    kind: type[PlusOne],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    walked: bool = True,
+    inputs: Sequence[tuple[str, Any]] | None = None,
+    **options: Any,
 ) -> capture.CaptureResult:
     gpu = Gpu()
     plug_in(gpu, monkeypatch)
@@ -704,7 +709,7 @@ def on_made_up_gpu(
                 return NOT_WALKED
             return GraphSeen(tuple(node(kernel) for kernel, _ in raw_graph.work))
 
-    result = capture_and_replay(kind(gpu), INPUTS, instruments=Walks(), **options)
+    result = capture_and_replay(kind(gpu), inputs or INPUTS, instruments=Walks(), **options)
     assert gpu.current is gpu.null
     assert gc.isenabled()
     return result
@@ -744,6 +749,18 @@ def test_the_protocol_replays_on_all_inputs_that_fit_and_on_the_first_again(
     assert seen.stages == ["eager", "capture", "replay"]
     seen = on_made_up_gpu(PlusOne, monkeypatch, changes=1).seen
     assert [run.label for run in seen.replays] == ["first", "second", "first"]
+
+
+def test_inputs_that_answer_alike_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests' batches may differ in what no output shows, such as free slots."""
+    alike = [(f"alike {number}", np.ones(4)) for number in range(3)]
+    others = [("other", np.zeros(4)), ("left out", np.full(4, 2.0))]
+    result = on_made_up_gpu(PlusOne, monkeypatch, inputs=[*alike, *others], changes=1)
+    assert result.findings == []
+    replayed = [run.label for run in result.seen.replays]
+    assert replayed == ["alike 0", "alike 1", "alike 2", "other", "alike 1", "alike 0"]
+    result = on_made_up_gpu(PlusOne, monkeypatch, inputs=alike, changes=1)
+    assert rule_names(result) == {"CV906"}
 
 
 def test_a_fault_is_shown_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

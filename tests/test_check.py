@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from cuverify.validators.child import ChildOutcome
 from cuverify.validators.compare import compare_all, host_array
 
-from cuverify import cases, check, check_device, check_shares
+from cuverify import cases, check, check_device, check_shares, resources
 from cuverify.check import run_checks
 from cuverify.check_device import DeviceResult, check_on_device
 from cuverify.check_findings import MergedFindings
@@ -51,12 +52,12 @@ def test_a_clean_case_is_compiled_run_and_compared() -> None:
     report = checked("CLEAN", progress=lambda *step: told.append(step))
     assert report.ok
     assert report.findings == []
-    resources, ran = report.tables
-    columns = list(resources.columns)
-    assert [row[columns.index("arch")] for row in resources.rows] == ARCHS
-    assert {row[columns.index("kernel")] for row in resources.rows} == {"saxpy"}
-    assert all(row[columns.index("registers")] > 0 for row in resources.rows)
-    assert all(row[columns.index("dynamic shared B")] == 0 for row in resources.rows)
+    taken, ran = report.tables
+    columns = list(taken.columns)
+    assert [row[columns.index("arch")] for row in taken.rows] == ARCHS
+    assert {row[columns.index("kernel")] for row in taken.rows} == {"saxpy"}
+    assert all(row[columns.index("registers")] > 0 for row in taken.rows)
+    assert all(row[columns.index("dynamic shared B")] == 0 for row in taken.rows)
     assert ran.rows == [["clean", 1, 2, 8, 0, 0]]
     assert line(report, "sm_90") == "inspected, 1 kernel compiled and resource-checked, not run"
     assert line(report, "host lane").startswith("inspected, 2 batches, 3 schedules, compiler ")
@@ -117,6 +118,7 @@ def test_a_spill_is_a_warning() -> None:
 def test_shared_memory_beyond_a_gpus_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuverify import compile
 
+    importlib.import_module("cuverify.host.lane")  # or it would take what is put here for good
     monkeypatch.setattr(compile, "max_shared_bytes", lambda arch: -1 if arch == "sm_80" else 0)
     report = checked("CLEAN")
     assert rules(report) == ["compile-shared"]
@@ -206,6 +208,14 @@ def test_a_step_follows_the_other_batches_that_it_takes(name: str) -> None:
         if taken:
             break
     assert taken > 0
+
+
+@pytest.mark.parametrize("name", ["verify_attention", "verify_gqa"])
+def test_large_batches_are_large(name: str) -> None:
+    batches = cases.draw(cases.load(name).device_batches, seed=0, examples=None)
+    large = [batch for label, batch in batches if ", large, " in label]
+    assert len(large) >= 5
+    assert all(batch.capacity.tree > 1 or batch.capacity.listed > 0 for batch in large)
 
 
 def test_settings_of_the_host_lane_hold_for_cases_beside_others() -> None:
@@ -396,6 +406,11 @@ def cannot_start(work, emit):
 def lacks_a_tool(work, emit):
     from cuverify.errors import ToolchainError
     raise ToolchainError("CuPy is missing; pip install it")
+
+def tells_its_threads(work, emit):
+    for number in start(work, emit):
+        begin(work, emit, number)
+        end(emit, threads=os.environ["OMP_NUM_THREADS"])
 """
 
 
@@ -483,6 +498,18 @@ def test_a_child_that_cannot_start_is_not_tried_again(children: Any) -> None:
     result = children("lacks_a_tool")
     assert result.findings == []
     assert result.gaps[0].detail == "CuPy is missing; pip install it"
+
+
+@pytest.mark.parametrize(("set_before", "share"), [(None, "2"), ("3", "3")])
+def test_children_share_the_processors(
+    set_before: str | None, share: str, children: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "processors", lambda: 8)
+    monkeypatch.setattr(check_device, "processors", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_before)
+    assert {finding.message for finding in children("tells_its_threads").findings} == {share}
 
 
 @pytest.fixture

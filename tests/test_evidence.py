@@ -520,12 +520,14 @@ def test_a_malformed_file_is_found_before_the_run(
 
 
 GPU_TESTS = """
+import os
+
 import pytest
 
 pytestmark = pytest.mark.gpu
 
 def test_good(): pass
-def test_good_too(): pass
+def test_threads_are_shared(): assert int(os.environ["OMP_NUM_THREADS"]) <= 2
 def test_bad(): assert False
 def test_skipped(): pytest.skip("why")
 

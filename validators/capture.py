@@ -85,7 +85,8 @@ def capture_and_replay(
         The step launches through cuverify's `Kernel` only, so a kernel node without a recorded
         launch is an error. Otherwise it is a warning.
     changes : int, optional
-        How many of the other inputs to replay on, of those that fit; all of them by default.
+        How many of the other inputs to replay on, of those that fit; all of them by default. More
+        of them while the right answer is the same for all.
     warmups : int
         Runs on the captured stream before the capture, at least 1: compilation and module loading
         are no part of a graph.

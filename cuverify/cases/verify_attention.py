@@ -274,7 +274,9 @@ class VerifyAttentionCase:
                 num_slots=65_536,
                 **kind,
             )
-            yield from _grouped(f"{name}, large", drawn(strategy, large, seed=seed + number))
+            # but for the first: the simplest batch comes first, and it is among the small ones
+            batches = drawn(strategy, large + 1, seed=seed + number)[1:]
+            yield from _grouped(f"{name}, large", batches)
         for kind_of, batches in _real_groups(seed):
             yield from _grouped(f"real, {kind_of}", batches)
 

@@ -14,6 +14,7 @@ from typing import Any
 from cuverify.errors import EvidenceError
 from cuverify.evidence.fields import is_count
 from cuverify.evidence.parts import Part
+from cuverify.resources import processors, threads_of_children
 
 _MOST_PROCESSES = 12  # oracles keep a processor busy while the GPU waits
 
@@ -51,11 +52,13 @@ def _record(root: Path) -> tuple[str, dict[str, int]]:
             "import sys; sys.path[:] = [place for place in sys.path if place]; "
             "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
         )
-        arguments = ["-m", "gpu", "-q", "-n", str(_processes()), "--dist", "worksteal"]
+        processes = _processes()
+        arguments = ["-m", "gpu", "-q", "-n", str(processes), "--dist", "worksteal"]
         done = subprocess.run(
             [sys.executable, "-c", start, *arguments, f"--junitxml={xml}"],
             cwd=root,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **threads_of_children(processes)},
             check=False,
         )
         if done.returncode not in (0, 1):  # 0: all passed, 1: some failed; the rest did not run
@@ -67,7 +70,7 @@ def _record(root: Path) -> tuple[str, dict[str, int]]:
 
 
 def _processes() -> int:
-    return max(1, min(_MOST_PROCESSES, 3 * (os.cpu_count() or 1) // 4))
+    return max(1, min(_MOST_PROCESSES, 3 * processors() // 4))
 
 
 def count_junit(path: Path) -> dict[str, int]:
