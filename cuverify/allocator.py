@@ -77,6 +77,8 @@ class _Allocator(abc.ABC):
 
     def _make_room(self, pages: int) -> bool:
         """Return whether so many pages are ready, after a sort where that helps."""
+        if pages < 0:
+            raise ArgumentError("need_size", pages * self.page_size, "must be at least 0")
         if self.need_sort and pages > len(self.free_pages):
             self.merge_and_sort_free()
         return pages <= len(self.free_pages)
@@ -174,6 +176,8 @@ class PagedAllocator(_Allocator):
         """
         before, after, last = (np.asarray(x, np.int64) for x in (prefix_lens, seq_lens, last_loc))
         size = self.page_size
+        if (before < 0).any() or (after < before).any():
+            raise ArgumentError("seq_lens", after.tolist(), f"must not be below {before.tolist()}")
         # as SGLang bounds the pages of an extension when it decides whether to sort
         bound = int((after - before).sum()) // size + len(before) + 1
         if self.need_sort and bound > len(self.free_pages):

@@ -107,7 +107,9 @@ def check_workspace(
             raise wrong(tensor, f"is too small: {need} need shape {list(buffer.shape)} or longer")
 
 
-def refuse_overlap(written: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def refuse_overlap(
+    written: Sequence[Tensor], others: Sequence[Tensor], *, apart: Sequence[Tensor] = ()
+) -> None:
     """Raise if a tensor that is written shares a byte with another one.
 
     Parameters
@@ -116,15 +118,18 @@ def refuse_overlap(written: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         Also compared with each other.
     others : sequence of Tensor
         May share memory among themselves.
+    apart : sequence of Tensor
+        Written, too, and known to share nothing among themselves, as pools of many layers.
 
     Raises
     ------
     ArgumentError
         Naming both.
     """
-    spans = [(t.address, t.address + t.span_bytes, t) for t in (*written, *others)]
-    for at, (begin, end, tensor) in enumerate(spans[: len(written)]):
-        for other_begin, other_end, other in (*spans[:at], *spans[len(written) :]):
+    spans = [(t.address, t.address + t.span_bytes, t) for t in (*written, *apart, *others)]
+    number = len(written) + len(apart)
+    for at, (begin, end, tensor) in enumerate(spans[:number]):
+        for other_begin, other_end, other in (*spans[: min(at, len(written))], *spans[number:]):
             if begin < other_end and other_begin < end and _share_memory(tensor, other):
                 raise wrong(tensor, f"shares memory with {other.name}; the kernel writes it")
 

@@ -52,7 +52,7 @@ class Holder(abc.ABC):
         Raises
         ------
         RelocationRefused
-            What is held does not fit a pool of ``len(where)`` slots.
+            What is held does not fit a pool of ``len(where)`` slots, or cannot be written.
         """
 
 
@@ -80,7 +80,14 @@ class TableHolder(Holder):
 
     def rewrite(self, where: Slots) -> None:
         """Follow in all rows in use."""
-        rows = [self._table[row, :allocated] for row, allocated in self._requests()]
+        shape = list(self._table.shape)
+        requests = list(self._requests())
+        for row, allocated in requests:
+            if not 0 <= row < shape[0] or not 0 <= allocated <= shape[1]:
+                raise RelocationRefused(
+                    f"{self.name}: row {row} with {allocated} tokens, of a table {shape}"
+                )
+        rows = [self._table[row, :allocated] for row, allocated in requests]
         _follow(self.name, rows, where)
 
 
@@ -213,6 +220,7 @@ class AllocatorHolder(Holder):
         lists = list(self._lists())
         saved = [slots for state in self._states() for slots in state]
         new = _followed(self.name, [*lists, *saved], where)
+        _refuse_unwritable(self.name, saved)
         fresh = iter([_sorted_like(*pair) for pair in zip(lists, new[: len(lists)], strict=True)])
         for name in self._LISTS:
             held = getattr(self._allocator, name, None)
@@ -253,12 +261,15 @@ class BySlotHolder(Holder):
                 raise RelocationRefused(
                     f"{self.name}: a tensor has {len(tensor)} entries for {len(where)} slots"
                 )
+        _refuse_unwritable(self.name, tensors)
         back = np.argsort(where)
-        for device, places in _by_device(tensors).items():
+        fronts = [tensor[: len(where)] for tensor in tensors]
+        new: list[Any] = [None] * len(fronts)
+        for device, places in _by_device(fronts).items():
             there = _on(device, back)
             for at in places:
-                front = tensors[at][: len(where)]
-                front[...] = front[there]
+                new[at] = fronts[at][there]
+        _write(fronts, new)
 
 
 class PinHolder(Holder):
@@ -362,12 +373,17 @@ class SlotHolders:
         Raises
         ------
         RelocationRefused
-            A required holder is missing, a slot is out of range, or one that is to move, or to be
-            overwritten, is pinned; the message names the holder, the reason and the slot.
+            A required holder is missing, sources and destinations are not as many, a slot is out
+            of range, or one that is to move, or to be overwritten, is pinned; the message names the
+            holder, the reason and the slot.
         """
         missing = [name for name in self._required if name not in self._holders]
         if missing:
             raise RelocationRefused(f"holders are not registered: {', '.join(missing)}")
+        if len(plan.src) != len(plan.dst):
+            raise RelocationRefused(
+                f"the plan has {len(plan.src)} sources and {len(plan.dst)} destinations"
+            )
         both = np.concatenate([plan.src, plan.dst])
         if len(both) and not (both.min() >= 0 and both.max() < self.num_slots):
             raise RelocationRefused(f"the plan names slots outside of {self.num_slots}")
@@ -399,7 +415,9 @@ class SlotHolders:
 
 def _follow(name: str, lists: Sequence[Any], where: Slots) -> None:
     """Replace slots in place by where they go."""
-    _write(lists, _followed(name, lists, where))
+    new = _followed(name, lists, where)
+    _refuse_unwritable(name, lists)
+    _write(lists, new)
 
 
 def _write(lists: Sequence[Any], new: Sequence[Any]) -> None:
@@ -413,9 +431,12 @@ def _followed(name: str, lists: Sequence[Any], where: Slots) -> list[Any]:
     Raises
     ------
     RelocationRefused
-        A list of this holder holds what is no slot.
+        A list of this holder holds what is no slot, or cannot hold every slot.
     """
     new: list[Any] = [None] * len(lists)
+    for dtype in {slots.dtype for slots in lists if len(slots)}:
+        if not _names_all(dtype, len(where)):
+            raise RelocationRefused(f"{name}: a list of {dtype} cannot hold {len(where)} slots")
     for device, places in _by_device(lists).items():
         # all at once: for each device one copy of the permutation, and one wait for the bounds
         held = [lists[at].reshape(-1) for at in places]
@@ -430,6 +451,30 @@ def _followed(name: str, lists: Sequence[Any], where: Slots) -> list[Any]:
             new[at] = _as_dtype(moved[begin:end].reshape(lists[at].shape), lists[at].dtype)
             begin = end
     return new
+
+
+def _names_all(dtype: Any, num_slots: int) -> bool:
+    """Return whether every slot is a number of a dtype of numpy or torch."""
+    if isinstance(dtype, np.dtype):
+        return dtype.kind in "iu" and np.iinfo(dtype).max >= num_slots - 1
+    import torch
+
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return whole and torch.iinfo(dtype).max >= num_slots - 1
+
+
+def _refuse_unwritable(name: str, tensors: Sequence[Any]) -> None:
+    """Raise if one of these cannot be written in place: then none shall be."""
+    for tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            writable = tensor.flags.writeable
+        else:
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            writable = all(extent <= 1 or stride != 0 for extent, stride in sizes)
+        if not writable:
+            raise RelocationRefused(
+                f"{name}: a tensor of shape {list(tensor.shape)} is read-only or expanded"
+            )
 
 
 def _by_device(tensors: Sequence[Any]) -> dict[Any, list[int]]:

@@ -114,10 +114,10 @@ def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocess
     Raises
     ------
     ArgumentError
-        The caller says less than one.
+        The caller says no number, or less than one.
     """
     if num_ctas is not None:
-        if num_ctas < 1:
+        if not isinstance(num_ctas, int) or num_ctas < 1:
             raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
         return num_ctas
     count = multiprocessors(device)

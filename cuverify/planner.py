@@ -84,9 +84,7 @@ def plan_compact(
     """
     alive = _flags(live)
     most = _budget(budget)
-    may = np.ones(len(alive), bool)
-    may[:first] = False
-    may[np.asarray(pinned, np.int64)] = False
+    may = _usable(len(alive), pinned, first)
     holes = np.flatnonzero(~alive & may)
     rows = np.flatnonzero(alive & may)[::-1]
     pairs = min(len(rows), len(holes))
@@ -133,6 +131,7 @@ def plan_contiguous(
         May overlap. Empty and complete where all chains lie as they should.
     """
     most = _budget(budget)
+    may = _usable(num_slots, pinned, first)
     parts = [np.asarray(chain, np.int64) for chain in chains]
     slots = np.concatenate([np.zeros(0, np.int64), *parts])
     if len(np.unique(slots)) != len(slots) or (
@@ -141,12 +140,9 @@ def plan_contiguous(
         raise ArgumentError(
             "chains", len(parts), f"want each slot of [{first}, {num_slots}) once at most"
         )
-    stays = np.zeros(num_slots, bool)
-    stays[np.asarray(pinned, np.int64)] = True
-    room = first + np.flatnonzero(~stays[first:])
-    moving = ~stays[slots]
+    moving = may[slots]
     target = slots.copy()
-    target[moving] = room[: int(moving.sum())]
+    target[moving] = np.flatnonzero(may)[: int(moving.sum())]
 
     into = np.full(num_slots, -1, np.int64)  # where a slot's row is to go
     into[slots] = target
@@ -174,7 +170,7 @@ def plan_contiguous(
         rest = path[len(path) - (most - moved) :]
         left = live.copy()  # as the pool is behind the moves that are planned
         left[src], left[dst] = False, True
-        end = _free_slot(left, into, stays, first) if is_cycle else int(into[rest[-1]])
+        end = _free_slot(left, into, may) if is_cycle else int(into[rest[-1]])
         if end is not None:
             # the last row goes out of the way, and those in front of it follow
             src += rest
@@ -240,12 +236,9 @@ def _gains(
     return [int(value) for value in gain[:-1]]
 
 
-def _free_slot(
-    live: NDArray[np.bool_], into: Slots, stays: NDArray[np.bool_], first: int
-) -> int | None:
+def _free_slot(live: NDArray[np.bool_], into: Slots, may: NDArray[np.bool_]) -> int | None:
     """Return the highest free slot that nobody is to move into, or else the highest free one."""
-    free = ~live & ~stays
-    free[:first] = False
+    free = ~live & may
     unwanted = free.copy()
     unwanted[into[into >= 0]] = False
     for flags in (unwanted, free):
@@ -263,6 +256,20 @@ def _flags(live: ArrayLike) -> NDArray[np.bool_]:
     if flags.ndim != 1 or flags.dtype != np.bool_:
         raise ArgumentError("live", list(flags.shape), "wants one flag a slot")
     return flags
+
+
+def _usable(num_slots: int, pinned: ArrayLike, first: int) -> NDArray[np.bool_]:
+    """Return which slots may be moved or filled."""
+    if first < 0:
+        raise ArgumentError("first", first, "must be at least 0")
+    stay = np.asarray(pinned, np.int64)
+    wrong = stay[(stay < 0) | (stay >= num_slots)]
+    if len(wrong):
+        raise ArgumentError("pinned", int(wrong[0]), f"is none of {num_slots} slots")
+    may = np.ones(num_slots, bool)
+    may[:first] = False
+    may[stay] = False
+    return may
 
 
 def _budget(budget: int | None) -> int:

@@ -229,7 +229,9 @@ class Relocation:
             self.journal.src, self.journal.dst = plan.src.tolist(), plan.dst.tolist()
             self.journal.checksums = self._mover.checksums(plan.src).tolist()
             self.journal.rolling_back = False
-            self.journal.epoch += 1
+            # beyond what holders have followed by the journal of another relocation, too
+            followed = map(abs, self.holders.epoch.values())
+            self.journal.epoch = 1 + max([self.journal.epoch, *followed])
             self._reach(Step.PLANNED)
             self._go_on()
 

@@ -3,7 +3,8 @@
 `stage` costs nothing until somebody records: then it is an NVTX range, a stretch of host time, and,
 on a GPU and outside a capture, a stretch of device time between two events. `record_stages` records
 for a while; with the environment variable ``CUVERIFY_STAGES=FILE`` a whole process is recorded and
-a Chrome trace written to FILE at its end.
+a Chrome trace written to FILE at its end. ``{pid}`` in the file's name is the process's number, so
+that each of several writes a file of its own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cuverify.errors import ArgumentError
 
 VARIABLE = "CUVERIFY_STAGES"
 """Environment variable that names the file of a whole process's Chrome trace."""
@@ -48,13 +52,14 @@ class StageTime:
 class _Run:
     name: str
     begin_ns: int
-    end_ns: int = 0
+    end_ns: int = 0  # 0: not over yet
     events: tuple[Any, Any] | None = None
+    thread: int = field(default_factory=threading.get_native_id)
 
 
 @dataclass
 class StageLog:
-    """The runs of stages in the order in which they began.
+    """The runs of stages in the order in which they began; those that are not over do not count.
 
     Attributes
     ----------
@@ -67,19 +72,20 @@ class StageLog:
 
     def times(self) -> list[StageTime]:
         """Return the time of each stage, in the order of their first runs. Waits for the device."""
-        device = self._device_us()
+        runs = self._over()
+        device = _device_us(runs)
         found: dict[str, list[tuple[float, float | None]]] = {}
-        for run, on_device in zip(self._runs, device, strict=True):
+        for run, on_device in zip(runs, device, strict=True):
             host = (run.end_ns - run.begin_ns) / 1e3
             found.setdefault(run.name, []).append((host, on_device))
         times = []
-        for name, runs in found.items():
-            measured = [on_device for _, on_device in runs if on_device is not None]
+        for name, pairs in found.items():
+            measured = [on_device for _, on_device in pairs if on_device is not None]
             times.append(
                 StageTime(
                     name,
-                    len(runs),
-                    sum(host for host, _ in runs),
+                    len(pairs),
+                    sum(host for host, _ in pairs),
                     sum(measured) if measured else None,
                 )
             )
@@ -95,7 +101,8 @@ class StageLog:
 
     def to_chrome(self) -> dict[str, Any]:
         """Return the host's runs as a Chrome trace, for chrome://tracing or Perfetto."""
-        start = min((run.begin_ns for run in self._runs), default=0)
+        runs = self._over()
+        start = min((run.begin_ns for run in runs), default=0)
         events = [
             {
                 "name": run.name,
@@ -104,22 +111,25 @@ class StageLog:
                 "ts": (run.begin_ns - start) / 1e3,
                 "dur": (run.end_ns - run.begin_ns) / 1e3,
                 "pid": os.getpid(),
-                "tid": 0,
+                "tid": run.thread,
             }
-            for run in self._runs
+            for run in runs
         ]
         return {"traceEvents": events, "displayTimeUnit": "ns"}
 
-    def _device_us(self) -> list[float | None]:
-        with_events = [run for run in self._runs if run.events is not None]
-        if with_events:
-            import torch
+    def _over(self) -> list[_Run]:
+        return [run for run in self._runs if run.end_ns]
 
-            torch.cuda.synchronize()
-        return [
-            None if run.events is None else 1e3 * run.events[0].elapsed_time(run.events[1])
-            for run in self._runs
-        ]
+
+def _device_us(runs: list[_Run]) -> list[float | None]:
+    if any(run.events is not None for run in runs):
+        import torch
+
+        torch.cuda.synchronize()
+    return [
+        None if run.events is None else 1e3 * run.events[0].elapsed_time(run.events[1])
+        for run in runs
+    ]
 
 
 _logs: list[StageLog] = []
@@ -206,6 +216,11 @@ def _events() -> tuple[Any, Any] | None:
 
 
 def _record_process(file: Path) -> None:
+    file = file.parent / file.name.replace("{pid}", str(os.getpid()))
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ArgumentError(VARIABLE, str(file), f"cannot be written: {error.strerror}") from error
     log = StageLog(device=False)  # its trace has host time alone
     _logs.append(log)
     atexit.register(lambda: file.write_text(json.dumps(log.to_chrome()), encoding="utf-8"))

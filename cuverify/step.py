@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from cuverify.buffers import Buffer
+from cuverify.buffers import Buffer, read
 from cuverify.errors import ArgumentError
 from cuverify.ops.accept import AcceptBuffers, AcceptGreedy, Argmax
 from cuverify.ops.commit import CommitPlan, Way
@@ -300,14 +300,17 @@ class VerifyStep:
     def read_status(self) -> None:
         """Raise if a stage of the last call met malformed input. Waits for the device.
 
+        Requests of row 0 are padding: whatever they drafted is right.
+
         Raises
         ------
         ArgumentError
             Naming the stage's tensor, the request and the value.
         """
-        self.trees.read_status()
+        padded = set(np.flatnonzero(read(self.tensors.req_pool_indices) == 0).tolist())
+        self.trees.read_status(padded=padded)
         self.plan.read_status()
-        self.accepted.read_status()
+        self.accepted.read_status(padded=padded)
         if self.commit is not None:
             self.commit.read_status()
 

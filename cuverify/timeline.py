@@ -137,7 +137,7 @@ class Timeline:
         names = list(self.kernels())
         left, top, row = 10.0, 40.0, 26.0
         picture = drawing.Svg(width, top + 3 * row + 18 * len(names) + 20, title=title)
-        scale = (width - 2 * left) / self.us
+        scale = (width - 2 * left) / max(self.us, 1e-9)
         heading = f"{title}: {self.us:.1f} us, {self.idle_us:.1f} us of them idle"
         picture.text((left, 20), heading, size=13, anchor="start")
         for span in self.spans:

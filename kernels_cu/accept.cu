@@ -108,8 +108,9 @@ struct Tree {
             child[node] = checked(next_token[first + node], n);
             sibling[node] = checked(next_sibling[first + node], n);
             const long long index =
-                retrieve_index == nullptr ? node : retrieve_index[first + node] - first;
-            place[node] = index < 0 || index >= n ? FAULTY : static_cast<int>(index);
+                retrieve_index == nullptr ? first + node : retrieve_index[first + node];
+            const bool own = index >= first && index < first + n;
+            place[node] = own ? static_cast<int>(index - first) : FAULTY;
         }
     }
 };

@@ -89,10 +89,10 @@ struct Accepted {
     __device__ Fault fault(int request) const {
         const long long begin = bounds[request];
         const long long end = bounds[request + 1];
-        const long long tree = end - begin;
-        if (begin < 0 || end > tokens || tree < 1 || tree > MAX_TREE) {
+        if (begin < 0 || end > tokens || end <= begin || end - begin > MAX_TREE) {
             return {BAD_WINDOW, end};
         }
+        const long long tree = end - begin;
         if (is_padding(request)) {
             return {COMMITTED, 0};
         }

@@ -953,6 +953,15 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
             if (!loaded) {
                 column = Column(columns, number);
                 held.load(slots, num_slots, column, rows, width_bits, page_bits);
+                // The next column comes into L2 while this one is waited for and written.
+                if (number + gridDim.x < end) {
+                    const Column next(columns, number + gridDim.x);
+                    for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
+                        if (from[row] != to[row]) {
+                            prefetch_l2(next.at(from[row], page_bits));
+                        }
+                    }
+                }
                 __syncthreads();
             }
             held.store(slots, column, rows, width_bits, page_bits);

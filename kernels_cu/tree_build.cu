@@ -78,6 +78,9 @@ constexpr unsigned NO_FAULT = 0xffffffffu;
 
 constexpr int NOT_FOUND = -2;  // a parent that there is none of
 
+// of a prefix that a full mask has columns for: all offsets into it fit 64 bits then
+constexpr long long MAX_LENGTH = 0x7fffffff;
+
 // A node or a candidate, in two words: its parent and the sibling in front of it, and where in the
 // table of scores its own score stands and the first of the next depth. In that table the row of a
 // depth has k scores and one that ends it, so that places tell depth and rank.
@@ -371,7 +374,7 @@ __device__ void write_views(const Views& to, int b, int n, int words, int size, 
         row[0] = bits;
         const long long i = first + node;
         to.depths[i] = depth;
-        to.positions[i] = seq_len + depth;
+        to.positions[i] = static_cast<long long>(static_cast<unsigned long long>(seq_len) + depth);
         to.retrieve_index[i] = i;
         to.next_token[i] = used ? first_child[node] : -1;
         to.next_sibling[i] = used ? next_sibling[node] : -1;
@@ -624,8 +627,8 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
 //   QUERY_ONLY   n rows of n bytes
 //   BIT_PACKED   n rows of 1, 2 or 4 bytes for up to 8, 16 or 32 nodes
 //
-// The part of a request that does not fit the buffer is left out, and so is that of a negative
-// length, which takes no room; the status says so.
+// The part of a request that does not fit the buffer is left out, and so is that of a length that is
+// negative or no int32, which takes no room; the status says so.
 //
 // Launch: any number of blocks for each request, in the grid's x; the requests in y.
 //
@@ -655,16 +658,19 @@ extern "C" __global__ void __launch_bounds__(TREE_THREADS, 1)
     if (mode == FULL) {
         long long own = 0;
         for (int other = thread; other < b; other += TREE_THREADS) {
-            own += max(static_cast<long long>(seq_lens[other]), 0ll);
+            const long long length = static_cast<long long>(seq_lens[other]);
+            own += length < 0 || length > MAX_LENGTH ? 0 : length;
         }
         block::inclusive_sum(own, scratch, prefixes);
     }
-    const long long seq_len = mode == FULL ? static_cast<long long>(seq_lens[b]) : 0;
+    const long long given = mode == FULL ? static_cast<long long>(seq_lens[b]) : 0;
+    const bool counts = given >= 0 && given <= MAX_LENGTH;
+    const long long seq_len = counts ? given : 0;
     const int row_columns = mode == BIT_PACKED ? (n > 16 ? 4 : n > 8 ? 2 : 1) : n;
     const long long row_bytes = seq_len + row_columns;
     const long long begin =
         static_cast<long long>(n) * (prefixes + static_cast<long long>(b) * row_columns);
-    const int code = seq_len < 0 ? 1 : begin + n * row_bytes > mask_bytes ? 2 : 0;
+    const int code = !counts ? 1 : begin + n * row_bytes > mask_bytes ? 2 : 0;
     if (thread == 0 && blockIdx.x == 0) {
         status[b] = code;
     }

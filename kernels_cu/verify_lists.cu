@@ -53,11 +53,14 @@ static_assert(BOUNDS_THREADS % 32 == 0 && BOUNDS_THREADS <= 1024, "whole warps, 
 static_assert(WORDS_THREADS % 32 == 0 && WORDS_THREADS <= 1024, "whole warps, one block");
 
 constexpr int LISTED = 0;
-constexpr int BAD_LENGTH = 1;      // seq_lens[b] is negative
+constexpr int BAD_LENGTH = 1;      // seq_lens[b] is negative, or no int32
 constexpr int BAD_POOL_ROW = 2;    // req_pool_indices[b] is no row of req_to_token
 constexpr int BAD_POOL_WIDTH = 3;  // seq_lens[b], with the drafts that are read, passes its row
 constexpr int BAD_CAPACITY = 4;    // the slots up to this request do not fit kv_indices
 constexpr int CODES = 8;
+
+// of a request: sums of any number of them, and products with n, fit 64 bits
+constexpr long long MAX_LENGTH = 0x7fffffff;
 
 constexpr int NO_DRAFTS = 0;     // in the list of slots
 constexpr int GIVEN_DRAFTS = 1;  // out_cache_loc
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS_THREADS)
         if (b < batch) {
             length = static_cast<long long>(seq_lens[b]);
             int code = LISTED;
-            if (length < 0) {
+            if (length < 0 || length > MAX_LENGTH) {
                 code = BAD_LENGTH;
             } else if (req_pool_indices != nullptr) {
                 const long long row = static_cast<long long>(req_pool_indices[b]);
@@ -254,13 +257,15 @@ extern "C" __global__ void __launch_bounds__(WORDS_THREADS, 1)
          row += static_cast<long long>(gridDim.x) * WARPS) {
         const int b = static_cast<int>(row / n);
         const int node = static_cast<int>(row % n);
-        const long long length = mode == FULL ? static_cast<long long>(seq_lens[b]) : 0;
+        const long long given = mode == FULL ? static_cast<long long>(seq_lens[b]) : 0;
+        const bool counts = given >= 0 && given <= MAX_LENGTH;
+        const long long length = counts ? given : 0;
         const int columns = mode == BIT_PACKED ? (n > 16 ? 4 : n > 8 ? 2 : 1) : n;
         long long first = mode == FULL ? mask_indptr[b] : static_cast<long long>(b) * n * columns;
         const long long size = n * (length + columns);
-        const bool inside = length >= 0 && first >= 0 && first + size <= mask_bytes &&
+        const bool inside = counts && first >= 0 && first <= mask_bytes - size &&
                             (mode != FULL || mask_indptr[b + 1] - first == size);
-        first += node * (length + columns) + length;
+        first = inside ? first + node * (length + columns) + length : 0;
         for (int w = 0; w < words; ++w) {
             unsigned halves[2];
 #pragma unroll

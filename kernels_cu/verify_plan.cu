@@ -138,6 +138,11 @@ struct Request {
     __device__ long long cost() const { return START_ROWS + rows(); }  // of a bundle
 };
 
+// Of any two bounds, modulo 2^64: they may be garbage.
+__device__ unsigned long long difference(long long a, long long b) {
+    return static_cast<unsigned long long>(a) - static_cast<unsigned long long>(b);
+}
+
 // The floor of a quotient that is below 2^16, by way of float32, where it is off by one at most.
 __device__ int quotient(long long value, long long divisor) {
     const int near =
@@ -358,9 +363,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             const long long end = static_cast<long long>(qo_indptr[b + 1]);
             const bool listed = req_pool_indices != nullptr;
             row = listed ? static_cast<long long>(req_pool_indices[b]) : 0;
+            const unsigned long long tree = difference(end, begin);
+            const unsigned long long most_of_tree = static_cast<unsigned>(max_tree);
             const bool bad_tokens = (b == 0 && begin != 0) || end > max_tokens;
             const int code = length < 0 || length > MAX_ROWS           ? BAD_LENGTH
-                             : end < begin || end - begin > max_tree   ? BAD_TREE
+                             : end < begin || tree > most_of_tree      ? BAD_TREE
                              : bad_tokens                              ? BAD_TOKENS
                              : listed && (row < 0 || row >= pool_rows) ? BAD_POOL_ROW
                              : listed && length > pool_width           ? BAD_POOL_WIDTH
@@ -369,6 +376,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                 request = {static_cast<int>(end - begin), static_cast<int>(length), 0};
             } else {
                 fault = min(fault, static_cast<unsigned>(b * CODES + code));
+                row = 0;
             }
         }
         Sums own = Sums::of(request);
@@ -461,8 +469,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                 value = static_cast<long long>(seq_lens[b]);
                 break;
             case BAD_TREE:
-                value =
-                    static_cast<long long>(qo_indptr[b + 1]) - static_cast<long long>(qo_indptr[b]);
+                value = static_cast<long long>(difference(qo_indptr[b + 1], qo_indptr[b]));
                 break;
             case BAD_TOKENS:
                 value = static_cast<long long>(qo_indptr[b == 0 && qo_indptr[0] != 0 ? 0 : b + 1]);

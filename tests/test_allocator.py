@@ -181,3 +181,8 @@ def test_misuse_is_named() -> None:
             wrong()
     with pytest.raises(ArgumentError, match="need_size=3"):
         PagedAllocator(8, 4).alloc(3)
+    for pool in (TokenAllocator(8), PagedAllocator(8, 4)):
+        with pytest.raises(ArgumentError, match="need_size=-4"):
+            pool.alloc(-4)
+    with pytest.raises(ArgumentError, match=r"seq_lens=\[3\]: must not be below \[5\]"):
+        PagedAllocator(8, 4).alloc_extend([5], [3], [7])

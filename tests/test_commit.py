@@ -26,6 +26,7 @@ from cuverify.ops.commit import (
     commit_kernels,
     commit_workspace,
 )
+from cuverify.ops.relocate import RelocateWorkspace
 from cuverify.reference import commit as oracle
 from cuverify.sources import KernelSource
 from cuverify.strategies import commit_batches, examples
@@ -186,6 +187,7 @@ def test_windows_that_share_a_slot_are_not_moved() -> None:
     with pytest.raises(ArgumentError, match=r"dst\[3\]=4: is an earlier row's destination"):
         step.plan.read_status()
     np.testing.assert_array_equal(step.storage, before)
+    assert step.new_lens.tolist() == [6, 8]  # as said of new_lens: the move is judged later
 
 
 def test_kernel_op_and_oracle_number_the_verdicts_alike() -> None:
@@ -240,6 +242,8 @@ def test_misuse_is_named() -> None:
         ({"new_lens": np.zeros(2, np.int64)}, "new_lens.*seq_lens are int32"),
         ({"page_size": 16}, "page_size=16"),
         ({"num_ctas": 0}, "num_ctas=0"),
+        ({"num_ctas": "2"}, "num_ctas='2': wants at least one block"),
+        ({"out_cache_loc": np.array(3)}, "out_cache_loc.*one dimension"),
         ({"out_cache_loc": np.zeros(12, np.int32)}, "out_cache_loc.*int32.*int64"),
     ):
         with pytest.raises(ArgumentError, match=message):
@@ -265,6 +269,10 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
     work = CommitWorkspace.allocate(good["accept_index"], 2, 4)
     lens = np.zeros(3, np.int32)
     pools = list(CommitStep(golden(), "numpy").storage)
+    mixed = np.zeros((40, 32), np.uint8)
+    words = mixed.reshape(-1).view(np.int32)
+    tables = RelocateWorkspace.allocate(pools, 8)
+    indices = good["accept_index"][0]
     for changes, message in (
         ({"new_lens": good["seq_lens"]}, "new_lens.*with seq_lens"),
         ({"new_lens": good["seq_lens"][:]}, "new_lens.*with seq_lens"),
@@ -283,6 +291,19 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
             r"workspace\.src.*with out_cache_loc",
         ),
         ({"pools": pools, "workspace": replace(work, src=work.dst)}, r"workspace\.dst.*\.src"),
+        ({"pools": [mixed], "seq_lens": words[:2]}, r"pools\[0\].*with seq_lens"),
+        (
+            {
+                "pools": pools,
+                "relocate_workspace": replace(tables, status=work.status),
+                "workspace": work,
+            },
+            r"relocate_workspace\.status.*with workspace\.status",
+        ),
+        (
+            {"pools": pools, "relocate_workspace": replace(tables, status=indices)},
+            r"relocate_workspace\.status.*with accept_index",
+        ),
     ):
         with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):
             CommitPlan(**{**good, **changes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,13 @@ from cuverify.cases.defrag import CASE, DefragBatch, DefragStep
 from cuverify.errors import ArgumentError, CaseError, CheckerError
 from cuverify.holders import AllocatorHolder, SlotHolders
 from cuverify.kv_layout import KvLayout
-from cuverify.ops.defrag import DefragPlan, defrag_kernels, defrag_workspace
+from cuverify.ops.defrag import (
+    DefragPlan,
+    DefragWorkspace,
+    defrag_kernels,
+    defrag_workspace,
+)
+from cuverify.ops.relocate import RelocateWorkspace
 from cuverify.planner import plan_compact
 from cuverify.sources import KernelSource
 from cuverify.strategies import defrag_batches, examples
@@ -183,6 +190,11 @@ def test_misuse_is_named() -> None:
     DefragPlan(**good)
     for changes, message in (
         ({"held": step.held}, "held_count=None: comes with held"),
+        (
+            {"held": np.array(3), "held_count": np.zeros(1, np.int32)},
+            "held=array.*wants one dimension",
+        ),
+        ({"pools": []}, "pools="),
         ({"req_to_token": step.held}, "req_to_token.*rows, width"),
         ({"req_pool_indices": np.zeros(2, np.int32)}, "req_pool_indices.*3 requests"),
         ({"held_lens": np.zeros((3, 1), np.int32)}, "held_lens.*one length"),
@@ -193,11 +205,50 @@ def test_misuse_is_named() -> None:
             DefragPlan(**{**good, **changes})
     assert defrag_workspace(40, 3)["live"].shape == (2,)
     assert defrag_workspace(2**31 - 1, 3)["moved_by"].shape == (2**31 - 1,)
-    for sizes in ((0, 3), (2**31, 3), (40, 0), (40, 2**31)):
+    for sizes in ((0, 3), (2**31, 3), (40, 0), (40, 2**31), (40, 2.5), ("40", 3)):
         with pytest.raises(ArgumentError, match=r"num_slots, budget=.*want 1 to 2\*\*31 - 1 each"):
             defrag_workspace(*sizes)
     with pytest.raises(CaseError, match="does not fit"):
         step.refill(written(3))
+
+
+def test_what_is_written_shares_no_memory_with_anything_else() -> None:
+    step = DefragStep(written(), "numpy")
+    pools = list(step.storage)
+    good: dict[str, Any] = {
+        "pools": pools, "req_to_token": step.table, "req_pool_indices": step.rows,
+        "held_lens": step.lens, "held": step.held, "held_count": step.held_count, "budget": 3,
+    }  # fmt: skip
+    work = DefragWorkspace.allocate(step.table, 16, 3)
+    tables = RelocateWorkspace.allocate(pools, 3)
+    mixed = np.zeros((16, 64), np.uint8)
+    words = mixed.reshape(-1)[:72].view(np.int32).reshape(3, 6)
+    for changes, message in (
+        ({"workspace": replace(work, src=work.dst)}, r"workspace\.dst.*with workspace\.src"),
+        ({"workspace": replace(work, src=step.held)}, r"held.*with workspace\.src"),
+        (
+            {"workspace": replace(work, count=step.held_count)},
+            r"workspace\.count.*with held_count",
+        ),
+        (
+            {"workspace": replace(work, moved_by=step.table.reshape(-1)[:16])},
+            r"req_to_token.*with workspace\.moved_by",
+        ),
+        ({"held_lens": step.table[0, :3]}, "req_to_token.*with held_lens"),
+        ({"held_count": step.table[0, :1]}, "req_to_token.*with held_count"),
+        ({"req_to_token": words, "pools": [mixed]}, r"pools\[0\].*with req_to_token"),
+        (
+            {"relocate_workspace": replace(tables, status=work.status), "workspace": work},
+            r"relocate_workspace\.status.*with workspace\.status",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):
+            DefragPlan(**{**good, **changes})
+    # what is only read may be one tensor, and a row of the table may leave gaps
+    DefragPlan(**{**good, "held_lens": step.rows})
+    wide = np.zeros((3, 8), np.int32)
+    DefragPlan(**{**good, "req_to_token": wide[:, :6], "held_lens": wide[0, 6:8]} | {
+        "req_pool_indices": wide[1, 6:8]})  # fmt: skip
 
 
 def test_the_case_gives_pools_of_every_kind() -> None:

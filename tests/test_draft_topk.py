@@ -112,6 +112,8 @@ def test_topk_is_a_log_softmax() -> None:
     norm = math.log(math.exp(1) + math.exp(2) + math.exp(3))
     np.testing.assert_allclose(logprobs[0], [3 - norm, 2 - norm, 1 - norm], rtol=1e-6)
     np.testing.assert_allclose(logprobs[1], [-math.log(2)] * 2 + [-700 - math.log(2)], rtol=1e-6)
+    large = draft_topk(np.array([[3e30, 3e30, 1e30]]), 3)[0]
+    np.testing.assert_allclose(large, [[-math.log(2), -math.log(2), -2e30]], rtol=1e-6)
     assert draft_topk(np.zeros((0, 4)), 2)[0].shape == (0, 2)
     everything = draft_topk(np.random.default_rng(0).normal(size=(3, 50)), 50)[0]
     np.testing.assert_allclose(np.exp(everything.astype(np.float64)).sum(axis=1), 1, rtol=1e-6)

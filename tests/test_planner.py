@@ -150,6 +150,11 @@ def test_misuse_is_named() -> None:
         (lambda: plan_contiguous([[1, 1]], 4), "each slot of .1, 4. once"),
         (lambda: plan_contiguous([[0]], 4), "each slot"),
         (lambda: plan_contiguous([[4]], 4), "each slot"),
+        (lambda: plan_compact([True], pinned=[1]), "pinned=1: is none of 1 slots"),
+        (lambda: plan_compact([True] * 9, pinned=[3, -1]), "pinned=-1"),
+        (lambda: plan_compact([True], first=-1), "first=-1"),
+        (lambda: plan_contiguous([[1]], 4, pinned=[-3]), "pinned=-3: is none of 4 slots"),
+        (lambda: plan_contiguous([[1]], 4, first=-1), "first=-1"),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrong()

@@ -828,6 +828,10 @@ def pools_like(*others: Any) -> list[Any]:
 SHARED = np.zeros((40, 64), np.uint8)
 INTERLEAVED = np.zeros((41, 3, 64), np.uint8)
 WIDE = np.zeros((40, 128), np.uint8)
+MIXED = np.zeros((40, 128), np.uint8)
+OTHER = np.zeros((40, 64), np.uint8)
+WORDS = np.zeros(4, np.int32)
+SLOT_WORDS = np.zeros(40, np.int32)
 MISUSE = {
     "no pools": ({"pools": []}, "pools"),
     "one tensor for all": ({"pools": SHARED}, "pools"),
@@ -866,6 +870,9 @@ MISUSE = {
         r"pools\[0\].*\[pages, 16, ...\]",
     ),
     "pages of three slots": ({"page_size": 3}, "page_size=3: wants a power of two"),
+    "pages of half a slot": ({"page_size": 0.5}, "page_size=0.5: wants a power of two"),
+    "pages too large": ({"page_size": 1 << 17}, "page_size=131072: wants a power of two"),
+    "part of a launch": ({"num_ctas": 1.5}, "num_ctas=1.5: wants at least one block"),
     "too long for one launch": ({"list_rows": 1025}, r"list_rows=1025: must lie in \[0, 1024\]"),
     "no slots": ({"pools": [np.zeros((0, 64), np.uint8)]}, r"pools\[0\].*shape \[0, 64\]"),
     "unaligned pool": ({"pools": [unaligned((40, 64))]}, r"pools\[0\].*8 bytes off"),
@@ -892,6 +899,22 @@ MISUSE = {
         {"list_rows": 8, "columns": np.zeros((2, 4), np.uint64)}, r"workspace.columns.*\[3, 4\]",
     ),
     "empty grid": ({"num_ctas": 0}, "num_ctas=0"),
+    "a list in a pool": (
+        {"pools": pools_like(OTHER, MIXED[:, :64]), "src": MIXED.reshape(-1)[:64].view(np.int64)},
+        r"pools\[2\].*shares memory with src; the kernel writes it",
+    ),
+    "the verdict in a pool": (
+        {"pools": pools_like(OTHER, MIXED[:, :64]), "status": MIXED.reshape(-1)[:16].view(np.int32)},
+        r"pools\[2\].*shares memory with workspace\.status; the kernel writes it",
+    ),
+    "the verdict in the count": (
+        {"count": WORDS[1:2], "status": WORDS[:4]},
+        r"workspace\.status.*shares memory with count; the kernel writes it",
+    ),
+    "one table for two": (
+        {"writers": SLOT_WORDS, "readers": SLOT_WORDS},
+        r"workspace\.readers.*shares memory with workspace\.writers; the kernel writes it",
+    ),
 }  # fmt: skip
 
 
@@ -901,6 +924,16 @@ def test_misuse_is_named(changes: Mapping[str, Any], named: str) -> None:
     arguments = good_arguments(**changes)
     with pytest.raises(ArgumentError, match=named):
         RelocatePlan(**arguments)
+
+
+def test_lists_may_stand_in_the_gaps_between_rows() -> None:
+    storage = np.zeros((40, 128), np.uint8)
+    src = storage[0, 64:72].view(np.int64)
+    dst, count = np.array([5]), np.array([1], np.int32)
+    src[0] = 9
+    storage[9, :64] = 3
+    relocate([storage[:, :64]], src, dst, count).read_status()
+    assert (storage[5, :64] == 3).all()
 
 
 def test_layers_of_one_tensor_may_be_interleaved() -> None:

@@ -473,6 +473,23 @@ def test_a_failure_at_every_step_is_finished_or_rolled_back(kind: str, roll_back
         server.check()
 
 
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_holders_follow_whatever_journal_an_epoch_is_in(rolled_back: bool) -> None:
+    server = busy_server()
+    if rolled_back:
+        server.fail_at = 5
+        with pytest.raises(FaultError):
+            server.relocation.apply(plans_of(server)["compact"])
+        server.relocation.recover(roll_back=True)
+    else:
+        server.relocation.apply(plans_of(server)["compact"])
+    second = Relocation(server.holders, server.mover, reserve=RESERVE)
+    plan = plans_of(server)["contiguous"]
+    assert plan.overlaps
+    second.apply(plan)
+    server.check()
+
+
 def test_a_row_that_changed_in_between_is_found() -> None:
     server = busy_server()
     plan = plans_of(server)["compact"]
@@ -565,6 +582,7 @@ def test_plans_that_would_lose_a_row_are_refused() -> None:
         (plan([live[0], live[1]], [free[0], free[0]]), "a destination stands twice"),
         (plan([live[0], live[0]], [free[0], free[1]]), "a source stands twice"),
         (plan([live[0]], [SLOTS]), f"outside of {SLOTS}"),
+        (plan([live[0]], []), "the plan has 1 sources and 0 destinations"),
         (
             plan([*live[:11]], [*live[1:11], live[0]]),
             "overlaps and has 11 rows; the reserve holds 10",
@@ -654,6 +672,49 @@ def test_a_holder_follows_as_a_whole_or_not_at_all(wrong: int, library: str, nam
     assert table.tolist() == [[3, 2, 1], [2, 1, 3]]
 
 
+def unwritable(library: str) -> Any:
+    if library == "torch":
+        return pytest.importorskip("torch").zeros(1, dtype=int).expand(3)
+    array = np.arange(1, 4)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", ["lists", "entries", "saved states"])
+def test_what_cannot_be_written_is_refused_before_anything_is(kind: str, library: str) -> None:
+    first, last = np.array([1, 2, 3]), unwritable(library)
+    if library == "torch":
+        first = pytest.importorskip("torch").from_numpy(first)
+    allocator = SimpleNamespace(free_pages=first)
+    holder = {
+        "lists": IndexHolder("held", lambda: [first, last]),
+        "entries": BySlotHolder("held", lambda: [first, last]),
+        "saved states": AllocatorHolder(allocator, lambda: [(first,), (last,)], "held"),
+    }[kind]
+    with pytest.raises(RelocationRefused, match=r"held: a tensor of shape \[3\] is read-only or"):
+        holder.rewrite(np.array([0, 2, 1]) if kind == "entries" else np.array([0, 2, 1, 3]))
+    assert first.tolist() == [1, 2, 3]
+    assert allocator.free_pages is first
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bool"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_list_that_cannot_hold_every_slot_is_refused(library: str, dtype: str) -> None:
+    slots: Any = np.array([1, 0], dtype)
+    if library == "torch":
+        slots = pytest.importorskip("torch").from_numpy(slots)
+    where = np.arange(200)
+    where[[1, 199]] = 199, 1  # as int8 that is -57
+    with pytest.raises(RelocationRefused, match=f"held: a list of .*{dtype} cannot hold 200 slots"):
+        IndexHolder("held", lambda: [slots]).rewrite(where)
+    assert slots.tolist() == [1, 0]
+    IndexHolder("held", lambda: [slots[:0]]).rewrite(where)
+    if dtype == "int8":
+        IndexHolder("held", lambda: [slots]).rewrite(np.array([1, 0]))
+        assert slots.tolist() == [0, 1]
+
+
 def test_an_epoch_that_a_holder_does_not_follow_can_be_rolled_back() -> None:
     server = busy_server()
     before = [part.copy() for part in server.chains()]
@@ -671,6 +732,24 @@ def test_entries_by_slot_move_in_all_tensors_or_in_none() -> None:
     with pytest.raises(RelocationRefused, match="hashes: a tensor has 3 entries for 4 slots"):
         BySlotHolder("hashes", lambda: [long, short]).rewrite(np.array([0, 3, 2, 1]))
     assert (long.tolist(), short.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_entries_that_a_holder_has_twice_move_once(library: str) -> None:
+    entries: Any = np.arange(5)
+    if library == "torch":
+        entries = pytest.importorskip("torch").from_numpy(entries)
+    BySlotHolder("hashes", lambda: [entries, entries[:4]]).rewrite(np.array([0, 2, 3, 1]))
+    assert entries.tolist() == [0, 3, 1, 2, 4]
+
+
+@pytest.mark.parametrize("request_", [(-1, 2), (2, 2), (0, -1), (0, 4)])
+def test_requests_that_no_table_has_are_refused(request_: tuple[int, int]) -> None:
+    table = np.array([[1, 2, 3], [2, 3, 1]], np.int32)
+    holder = TableHolder(table, lambda: [(1, 3), request_])
+    with pytest.raises(RelocationRefused, match=r"table: row .* tokens, of a table \[2, 3\]"):
+        holder.rewrite(np.array([0, 3, 2, 1]))
+    assert table.tolist() == [[1, 2, 3], [2, 3, 1]]
 
 
 def test_a_permutation_is_taken_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -46,6 +47,55 @@ def test_an_error_in_a_stage_goes_through() -> None:
     with record_stages() as log, pytest.raises(ZeroDivisionError), stage("fails"):
         raise ZeroDivisionError
     assert [entry.runs for entry in log.times()] == [1]
+
+
+def test_a_stage_that_is_not_over_does_not_count() -> None:
+    with record_stages() as log, stage("open"):
+        with stage("over"):
+            pass
+        assert [entry.name for entry in log.times()] == ["over"]
+        assert [event["name"] for event in log.to_chrome()["traceEvents"]] == ["over"]
+    assert [entry.name for entry in log.times()] == ["open", "over"]
+    assert all(entry.host_us > 0 for entry in log.times())
+
+
+def test_threads_are_told_apart() -> None:
+    def work() -> None:
+        with stage("other"):
+            pass
+
+    with record_stages() as log, stage("own"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    own, other = log.to_chrome()["traceEvents"]
+    assert own["tid"] == threading.get_native_id() != other["tid"]
+
+
+def test_each_process_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    program = "from cuverify.stages import stage\nwith stage('all'):\n    pass\n"
+    environment = {**os.environ, stages.VARIABLE: str(tmp_path / "trace-{pid}.json")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    files = sorted(tmp_path.iterdir())
+    pids = {json.loads(file.read_text())["traceEvents"][0]["pid"] for file in files}
+    assert {file.name for file in files} == {f"trace-{pid}.json" for pid in pids}
+    assert len(files) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "says"), [("none/trace.json", "No such file"), (".", "Is a directory")]
+)
+def test_a_trace_that_cannot_be_written_is_said_at_the_start(
+    file: str, says: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, stages.VARIABLE: str(tmp_path / file)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import cuverify.stages\nprint('later')"], env=environment,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0 and "later" not in done.stdout
+    assert "CUVERIFY_STAGES=" in done.stderr and f"cannot be written: {says}" in done.stderr
 
 
 def test_a_variable_records_a_process(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import cuverify
 from cuverify.cases import Target
 from cuverify.draft_batch import DraftKind
 from cuverify.errors import ArgumentError, CaseError
+from cuverify.ops.accept import AcceptCode
 from cuverify.stages import record_stages
 from cuverify.step import StepSizes, StepTensors, VerifyStep
 from cuverify.step_workload import DrawnVerifyStep, StepBatch, small_sizes
@@ -110,6 +111,21 @@ def test_a_step_ends_with_the_commit(way: Literal["rows", "table"]) -> None:
             np.testing.assert_array_equal(tensors.out_cache_loc[window], slots[path])
             np.testing.assert_array_equal(tensors.kv, kv)
     assert moved > 0
+
+
+def test_padding_may_draft_anything() -> None:
+    sizes, rng = small_sizes(requests=3), np.random.default_rng(1)
+    drawn = DrawnVerifyStep(
+        StepBatch.draw(rng, sizes, longest=20, padded=1), sizes, "numpy", num_ctas=2
+    )
+    drawn.tensors.logprobs[2] = np.nan
+    drawn()
+    drawn.step.read_status()
+    drawn.step.accepted.status[2] = AcceptCode.BAD_LINK, 0
+    drawn.step.read_status()
+    drawn.tensors.req_pool_indices[2] = 3
+    with pytest.raises(ArgumentError, match="request 2: log-probability 0 .* is NaN or"):
+        drawn.step.read_status()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -61,6 +61,12 @@ def test_the_picture_is_a_picture() -> None:
         Timeline.of([]).to_svg()
 
 
+def test_what_took_no_time_has_a_picture() -> None:
+    line = Timeline.of([Span("fill", 3.0, 3.0)])
+    assert "fill" in line.to_svg()
+    assert "bounds next" in line.to_text({})
+
+
 def test_without_a_device_there_is_an_error() -> None:
     import torch
 

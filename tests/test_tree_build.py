@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -494,6 +495,19 @@ def test_a_mask_that_does_not_fit_is_left_out() -> None:
     assert mask.tolist() == [1] * 10 + [9] * 12
 
 
+@pytest.mark.parametrize("length", [2**60, 2**63 - 1, 2**31, -(2**63)])
+def test_lengths_that_wrap_around_have_no_part_of_a_mask(length: int) -> None:
+    trees = TreeBuffers.allocate(np.zeros(1), batch=3, num_tokens=16)
+    trees.visible[:] = 1
+    lens = np.array([length, 2, length])
+    mask, status = np.full(16 * (16 * 3 + 2), 9, np.uint8), np.full(3, 9, np.int32)
+    wanted = tree_build.tree_mask(trees.visible, lens, mask, mode="full", fill_prefix=True)
+    with cuverify.checked():
+        TreeMask(lens, trees, mask, status, mode="full", fill_prefix=True)()
+    assert status.tolist() == wanted["status"].tolist() == [1, 0, 1]
+    np.testing.assert_array_equal(mask, wanted["mask"])
+
+
 # Golden vectors
 
 
@@ -637,6 +651,17 @@ def test_misuse_names_the_argument(spoiled: dict[str, Any], says: str) -> None:
     TreeBuild(**right)
     with pytest.raises(cuverify.errors.CuverifyError, match=f"(?s){says}"):
         TreeBuild(**right | spoiled)
+
+
+def test_parents_share_no_memory_with_what_they_are_made_of() -> None:
+    trees = TreeBuffers.allocate(TABLE, batch=2, num_tokens=9)
+    over = trees.visible.view(np.int32)[:9].reshape(2, 9)
+    with pytest.raises(ArgumentError, match=r"trees\.parents.*shares memory with trees\.visible"):
+        VisibleParents(replace(trees, parents=over))
+    given = trees.parents.reshape(-1)[:16].view(np.int64).reshape(2, 4)
+    selected = np.zeros((2, 8), np.int64)
+    with pytest.raises(ArgumentError, match=r"trees\.parents.*shares memory with parent_list"):
+        EagleParents(selected, given, 2, trees)
 
 
 def test_sizes_are_checked() -> None:

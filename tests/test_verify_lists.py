@@ -144,6 +144,33 @@ def test_bounds_that_do_not_fit_are_flagged(xp: Target) -> None:
     assert Lists(lens, 2, xp, bound=np.int64)["kv_indptr"] == [0, 2**30, 2**31, 2**31 + 5]
 
 
+@pytest.mark.parametrize("lens", [[2**60, 3], [2**63 - 1, 3], [2**31, 3], [2**62] * 4])
+def test_lengths_that_wrap_around_are_flagged(lens: list[int]) -> None:
+    found = Lists(lens, 16, "numpy", bound=np.int64)
+    assert found["status"][:2] == [ListCode.BAD_LENGTH, 0]
+    assert found["kv_indptr"] == found["mask_indptr"] == [0] * (len(lens) + 1)
+    # whatever the bounds say: n (2**60 + n) bytes are 256 in 64 bits
+    mask, given = np.ones(512, np.uint8), np.array(lens)
+    for first in (0, 2**63 - 256):
+        bounds = np.array([first, *[first + 256 - 2**64 * (first > 0)] * len(lens)])
+        visible = np.zeros((16 * len(lens), 1), np.uint64)
+        with cuverify.checked():
+            VerifyWords(mask, given, visible, mode="full", mask_indptr=bounds)()
+        assert visible[:16, 0].tolist() == [1 << node for node in range(16)]
+        wanted = oracle.verify_words(
+            mask, given, num_tokens=16, words=1, mode="full", mask_indptr=bounds
+        )
+        np.testing.assert_array_equal(visible, wanted)
+
+
+def test_bounds_at_the_end_of_64_bits_are_no_place_in_a_mask() -> None:
+    mask, lens, visible = np.ones(512, np.uint8), np.zeros(1, int), np.zeros((16, 1), np.uint64)
+    bounds = np.array([2**63 - 1, -(2**63) + 255])  # 256 apart, modulo 2**64
+    with cuverify.checked():
+        VerifyWords(mask, lens, visible, mode="full", mask_indptr=bounds)()
+    assert visible[:, 0].tolist() == [1 << node for node in range(16)]
+
+
 def test_the_kernels_need_no_local_memory() -> None:
     for arch in ("sm_80", "sm_90", "sm_120"):
         for name, kernel in list_kernels().items():
@@ -178,6 +205,10 @@ def test_misuse_names_the_argument() -> None:
         ({"kv_indptr": np.zeros(4, np.int32)}, "kv_indptr="),
         ({"kv_indices": np.zeros(9, np.int32)}, "req_to_token=None.*goes with kv_indices"),
         ({"drafts": "all"}, "drafts='all'"),
+        ({"drafts": ["none"]}, r"drafts=\['none'\]"),
+        ({"seq_lens": None}, "seq_lens=None"),
+        ({"kv_indptr": None}, "kv_indptr=None"),
+        (table | {"kv_indices": np.array(3)}, "kv_indices=.*one dimension"),
         (table | {"drafts": "given"}, "drafts='given'.*out_cache_loc"),
         ({"drafts": "table"}, "drafts='table'.*kv_indices"),
         (table | {"req_to_token": np.zeros(9, np.int32)}, "req_to_token=.*rows, width"),

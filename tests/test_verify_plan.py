@@ -435,6 +435,19 @@ def test_a_table_that_does_not_fit(
         gathered.plan.read_status()
 
 
+@both_lanes
+def test_prefixes_of_more_rows_than_bounds_count_are_flagged(xp: Target) -> None:
+    lens, qo = to(xp, np.array([2**30, 2**30 - 1, 1])), to(xp, bounds([1, 1, 1]))
+    own = to(xp, np.zeros(4, np.int32))
+    plan = VerifyPlan(lens, qo, heads=8, max_tokens=3, kv_indptr=own)
+    plan()
+    with pytest.raises(ArgumentError, match=r"seq_lens\[2\]=1: .*or have 2\*\*31 rows or more"):
+        plan.read_status()
+    lens[2] = 0
+    plan()
+    plan.read_status()
+
+
 # --- sizes, resources, misuse --------------------------------------------------------------------
 
 
@@ -508,6 +521,11 @@ MISUSE: list[tuple[str, dict[str, Any], str]] = [
     ("rows of three requests", TABLE | {"req_pool_indices": np.zeros(3, np.int32)}, "req_pool_indices=.*2 requests"),
     ("a list in int8", TABLE | {"kv_indices": np.zeros(20, np.int8)}, "kv_indices=.*int8"),
     ("gathering into the lengths", (lambda room: TABLE | {"seq_lens": room[:2], "kv_indices": room})(np.zeros(20, np.int32)), "kv_indices=.*shares memory with seq_lens"),
+    ("bounds in int64", {"kv_indptr": np.zeros(3, np.int64)}, "kv_indptr=.*int64.*int32"),
+    ("bounds in fp32", {"kv_indptr": np.zeros(3, np.float32)}, "kv_indptr=.*float32.*indices"),
+    ("every other bound", {"kv_indptr": np.zeros(6, np.int32)[::2]}, "kv_indptr=.*not contiguous"),
+    ("a list of its own in fp32", {"kv_indices": np.zeros(9, np.float32)}, "kv_indices=.*float32"),
+    ("every other slot", {"kv_indices": np.zeros(18, np.int32)[::2]}, "kv_indices=.*not contiguous"),
     ("bounds of three requests", {"kv_indptr": np.zeros(4, np.int32)}, "kv_indptr=.*3 bounds"),
     ("an unknown value", {"values": {"START": 3}}, "START"),
 ]  # fmt: skip

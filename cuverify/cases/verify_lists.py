@@ -103,7 +103,8 @@ class ListsBatch:
         at = int(rng.integers(len(lens)))
         fault = int(rng.integers(4))
         if fault == 0:
-            lens[at] = -1 - int(rng.integers(3))
+            beyond = (2**31, 2**60, 2**63 - 1) if self.graph else ()  # n of them wrap around
+            lens[at] = rng.choice([-1, -2, -3, *beyond])
         elif fault == 1:
             rows[at] = rng.choice([-1, len(self.req_to_token), 2**31 - 1])
         elif fault == 2:

@@ -161,7 +161,8 @@ class CommitPlan:
         Slots of a page of the pools.
     new_lens : tensor like seq_lens, optional
         Where the lengths after the commit go, which may be `seq_lens` itself in a commit by rows;
-        one by table still needs the old lengths.
+        one by table still needs the old lengths. They are counted before rows move: also where the
+        move then finds slots that are none, or not apart, and moves nothing.
     workspace : CommitWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     relocate_workspace : RelocateWorkspace, optional
@@ -221,6 +222,8 @@ class CommitPlan:
                 raise wrong(
                     inputs[name], f"has shape {list(inputs[name].shape)}; wants two extents"
                 )
+        if len(inputs["out_cache_loc"].shape) != 1:
+            raise wrong(inputs["out_cache_loc"], "wants one dimension")
         batch, depth = inputs["accept_index"].shape
         for name, length in (
             ("accept_token_num", batch), ("qo_indptr", batch + 1), ("seq_lens", batch),
@@ -265,6 +268,8 @@ class CommitPlan:
                 pools, workspace.src, workspace.dst, workspace.count, page_size=page_size,
                 workspace=relocate_workspace, num_ctas=num_ctas,
             )  # fmt: skip
+            status = tensor_of("workspace.status", workspace.status)
+            self.move.refuse_overlap([status, *inputs.values()])
         else:
             table = kernels["commit_table"]
             self.permute = table.bind(

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from cuverify.arguments import device_of
-from cuverify.buffers import Buffer, read, tensor_of, wrong
+from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import Launched, grid, index_ctype, number_of
-from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace
+from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace, pool_slots
 from cuverify.planner import MovePlan
 from cuverify.sources import KernelSource
 
@@ -46,8 +46,9 @@ def defrag_workspace(num_slots: int, budget: int) -> dict[str, Buffer]:
     ArgumentError
         Naming both.
     """
-    if not 1 <= num_slots < 2**31 or not 1 <= budget < 2**31:
-        raise ArgumentError("num_slots, budget", (num_slots, budget), "want 1 to 2**31 - 1 each")
+    sizes = (num_slots, budget)
+    if not all(isinstance(size, int) and 1 <= size < 2**31 for size in sizes):
+        raise ArgumentError("num_slots, budget", sizes, "want 1 to 2**31 - 1 each")
     return {
         "live": Buffer((-(-num_slots // 32),), "uint32"),
         "fault": Buffer((1,), "int32"),
@@ -152,15 +153,17 @@ class DefragPlan:
         if held is not None:
             given |= {"held": held, "held_count": held_count}
         inputs = {name: tensor_of(name, value) for name, value in given.items()}
+        num_slots = pool_slots(pools)
         device = device_of([tensor_of("pools[0]", pools[0]), *inputs.values()])
         if len(inputs["req_to_token"].shape) != 2 or 0 in inputs["req_to_token"].shape:
             raise wrong(inputs["req_to_token"], "wants shape [rows, width]")
         if len(inputs["held_lens"].shape) != 1:
             raise wrong(inputs["held_lens"], "wants one length for each request")
+        if held is not None and len(inputs["held"].shape) != 1:
+            raise wrong(inputs["held"], "wants one dimension")
         (batch,) = inputs["held_lens"].shape
         if inputs["req_pool_indices"].shape != (batch,):
             raise wrong(inputs["req_pool_indices"], f"wants one row for each of {batch} requests")
-        num_slots = int(pools[0].shape[0])
         if workspace is None:
             workspace = DefragWorkspace.allocate(req_to_token, num_slots, budget)
         if relocate_workspace is None:
@@ -171,6 +174,14 @@ class DefragPlan:
             pools, workspace.src, workspace.dst, workspace.count, workspace=relocate_workspace,
             num_ctas=num_ctas,
         )  # fmt: skip
+        own = [
+            tensor_of(f"workspace.{field.name}", getattr(workspace, field.name))
+            for field in fields(workspace)
+        ]
+        rewritten = [inputs[name] for name in ("req_to_token", "held") if name in inputs]
+        only_read = [tensor for tensor in inputs.values() if tensor not in rewritten]
+        refuse_overlap([*own, *rewritten], only_read)
+        self.move.refuse_overlap([*own, *inputs.values()])
         kernels = defrag_kernels(
             SEQ_INDEX=index_ctype(inputs["held_lens"]),
             POOL_INDEX=index_ctype(inputs["req_pool_indices"]),

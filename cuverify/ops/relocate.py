@@ -16,14 +16,14 @@ import enum
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor, device_of
-from cuverify.buffers import Buffer, read, tensor_of, wrong
+from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
@@ -44,6 +44,7 @@ LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
+_PAGE_SIZES = [1 << bits for bits in range(17)]
 _WARP = 32
 _HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
@@ -196,6 +197,17 @@ def _workspace(
         "staged": Buffer((capacity,), "int32"),
         "scratch": Buffer((rounds * column,), "uint8"),
     }
+
+
+def pool_slots(pools: Sequence[Any], page_size: int = 1) -> int:
+    """Return the slots of each of these pools.
+
+    Raises
+    ------
+    ArgumentError
+        The pools cannot be moved; see `RelocatePlan`.
+    """
+    return _PoolLayout.of(pools, page_size).num_slots
 
 
 def _bitmap(num_slots: int) -> Buffer:
@@ -382,6 +394,10 @@ class RelocatePlan:
                 fits = len(tensor.shape) == 1 and tensor.shape[0] >= buffer.shape[0]
             if not fits:
                 raise wrong(tensor, f"{need} need shape {list(buffer.shape)}")
+        written = [tensors[name] for name in held]
+        refuse_overlap(written, [tensors[name] for name in lists], apart=layout.tensors)
+        renamed = [replace(tensor, name=f"relocate_{tensor.name}") for tensor in written]
+        self._written = [*layout.tensors, *renamed]
 
         shape = _Shape.of(layout, capacity, list_rows, given)
         self.pools = tuple(pools)
@@ -501,6 +517,16 @@ class RelocatePlan:
         for launch in self.launches:
             launch()
 
+    def refuse_overlap(self, others: Sequence[Tensor]) -> None:
+        """Raise if a call writes what else a larger op, of which it is a part, is given.
+
+        Raises
+        ------
+        ArgumentError
+            Naming both.
+        """
+        refuse_overlap([], others, apart=self._written)
+
     def read_status(self) -> RelocateStatus:
         """Return the verdict of the last call. Waits for the device: not for use inside a capture.
 
@@ -604,7 +630,11 @@ class _PoolLayout:
 
     num_slots: int
     parts: tuple[_Part, ...]
-    first: Tensor
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def first(self) -> Tensor:
+        return self.tensors[0]
 
     @property
     def row_bytes(self) -> int:
@@ -614,7 +644,7 @@ class _PoolLayout:
     def of(cls, pools: Sequence[Any], page_size: int) -> _PoolLayout:
         if not isinstance(pools, Sequence) or not len(pools):
             raise ArgumentError("pools", pools, "wants a list with one tensor a layer")
-        if page_size < 1 or page_size & (page_size - 1) or page_size > 1 << 16:
+        if page_size not in _PAGE_SIZES:
             raise ArgumentError("page_size", page_size, "wants a power of two, at most 65,536")
         tensors = [tensor_of(f"pools[{at}]", pool) for at, pool in enumerate(pools)]
         device_of(tensors)
@@ -628,7 +658,7 @@ class _PoolLayout:
                 raise wrong(tensor, "is read-only; rows are moved in place")
             parts.append(part)
         _refuse_shared_rows(tensors, parts, slots // page_size, page_size)
-        return cls(slots, tuple(parts), tensors[0])
+        return cls(slots, tuple(parts), tuple(tensors))
 
 
 def _rows_of(pool: Tensor, page_size: int) -> tuple[int, _Part]:
@@ -709,7 +739,7 @@ class _Shape:
     def of(
         cls, layout: _PoolLayout, capacity: int, list_rows: int, values: dict[str, int]
     ) -> _Shape:
-        if not 0 <= list_rows <= LIST_ROWS:
+        if not isinstance(list_rows, int) or not 0 <= list_rows <= LIST_ROWS:
             raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -147,8 +147,13 @@ class TreeBuffers:
         sizes = tree_buffers(batch, num_tokens, words)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
-    def read_status(self) -> None:
+    def read_status(self, *, padded: Collection[int] = ()) -> None:
         """Raise if a request was malformed. Waits for the device: not for use inside a capture.
+
+        Parameters
+        ----------
+        padded : collection of int
+            Requests that are padding: their drafts may be anything.
 
         Raises
         ------
@@ -156,7 +161,7 @@ class TreeBuffers:
             Naming the first request and what is wrong with it.
         """
         for request, (code, value) in enumerate(read(self.status).tolist()):
-            if code:
+            if code and request not in padded:
                 reason = _REASONS[TreeCode(code)].format(value=value)
                 raise ArgumentError("tree", request, f"request {request}: {reason}")
 
@@ -301,8 +306,8 @@ class TreeMask:
     mask : tensor of uint8 or bool, one dimension
         The parts of all requests one behind the other; what is behind them is left alone.
     status : tensor of int32, shape (B,)
-        Written: 0; 1 where a length is negative; 2 where a part does not fit the mask and is left
-        out.
+        Written: 0; 1 where a length is negative or no int32; 2 where a part does not fit the mask;
+        such parts are left out.
     mode : {"full", "query_only", "bit_packed"}
         See `cuverify.tree.DraftTree.from_sglang_mask`.
     fill_prefix : bool
@@ -368,7 +373,8 @@ class EagleParents:
                 raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants two")
         check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
         batch = selected.shape[0]
-        _, n, _ = _held(trees, batch)
+        held, n, _ = _held(trees, batch)
+        refuse_overlap([held["parents"]], [selected, listed])
         kernel = tree_kernels()["eagle_parents"]
         self.launch = kernel.bind(
             batch, number_of(kernel, "TREE_THREADS"),
@@ -390,7 +396,8 @@ class VisibleParents:
 
     def __init__(self, trees: TreeBuffers) -> None:
         batch = _batch(tensor_of("trees.sizes", trees.sizes))
-        _, n, words = _held(trees, batch)
+        held, n, words = _held(trees, batch)
+        refuse_overlap([held["parents"]], [held["visible"]])
         kernel = tree_kernels()["visible_parents"]
         self.launch = kernel.bind(
             batch, number_of(kernel, "TREE_THREADS"),

@@ -41,7 +41,7 @@ class ListCode(enum.IntEnum):
 
     LISTED = 0
     BAD_LENGTH = 1
-    """A length is negative."""
+    """A length is negative, or no int32."""
     BAD_POOL_ROW = 2
     """A request's row is none of `req_to_token`."""
     BAD_POOL_WIDTH = 3
@@ -104,7 +104,7 @@ class VerifyLists:
         values: Mapping[str, int] | None = None,
     ) -> None:
         check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "drafts")
-        if drafts not in _DRAFTS:
+        if drafts not in get_args(Drafts):
             raise ArgumentError("drafts", drafts, f"use one of {get_args(Drafts)}")
         listed = kv_indices is not None
         for name, value in (("req_to_token", req_to_token), ("req_pool_indices", req_pool_indices)):
@@ -112,8 +112,7 @@ class VerifyLists:
                 raise ArgumentError(name, value, "goes with kv_indices, and kv_indices with it")
         if (out_cache_loc is not None) != (drafts == "given") or (drafts != "none" and not listed):
             raise ArgumentError("drafts", drafts, "'given' goes with out_cache_loc and kv_indices")
-        read_only = {
-            "seq_lens": seq_lens,
+        optional = {
             "req_to_token": req_to_token,
             "req_pool_indices": req_pool_indices,
             "out_cache_loc": out_cache_loc,
@@ -123,10 +122,14 @@ class VerifyLists:
             "qo_indptr": qo_indptr,
             "mask_indptr": mask_indptr,
             "status": status,
-            "kv_indices": kv_indices,
         }
-        inputs = {k: tensor_of(k, v) for k, v in read_only.items() if v is not None}
-        outputs = {k: tensor_of(k, v) for k, v in written.items() if v is not None}
+        given = {"seq_lens": seq_lens, **{k: v for k, v in optional.items() if v is not None}}
+        inputs = {name: tensor_of(name, value) for name, value in given.items()}
+        outputs = {name: tensor_of(name, value) for name, value in written.items()}
+        if listed:
+            outputs["kv_indices"] = tensor_of("kv_indices", kv_indices)
+            if len(outputs["kv_indices"].shape) != 1:
+                raise wrong(outputs["kv_indices"], "wants one dimension")
         lengths = inputs["seq_lens"]
         if len(lengths.shape) != 1 or not 1 <= lengths.shape[0] <= 65_535:
             raise wrong(lengths, "wants one length for each of 1 to 65,535 requests")

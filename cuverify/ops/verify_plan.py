@@ -62,7 +62,7 @@ class PlanCode(enum.IntEnum):
     BAD_POOL_WIDTH = 5
     """A prefix is longer than a row of `req_to_token`."""
     BAD_CAPACITY = 6
-    """All prefixes together are longer than `kv_indices`."""
+    """All prefixes together are longer than `kv_indices`, or than int32 bounds count."""
 
 
 _FAULTS = {
@@ -76,7 +76,7 @@ _FAULTS = {
     PlanCode.BAD_POOL_WIDTH: ("seq_lens[{request}]", "is more than a row of req_to_token holds"),
     PlanCode.BAD_CAPACITY: (
         "seq_lens[{request}]",
-        "the prefixes up to this one do not fit kv_indices",
+        "the prefixes up to this one do not fit kv_indices, or have 2**31 rows or more",
     ),
 }
 
@@ -241,7 +241,9 @@ class VerifyPlan:
         caller's.
     kv_indptr : tensor of int32, shape (B + 1,), optional
         The caller's bounds of the prefixes in `kv_indices`. Where they are absent, the prefixes lie
-        one behind the other, and the plan writes the bounds.
+        one behind the other, and the plan writes the bounds. Attention reads bounds of int32, so
+        that the prefixes of a step have at most 2**31 - 1 rows; `VerifyLists` writes bounds of
+        int64, too, for others.
     req_to_token : tensor of int32, shape (rows, width), any row stride, optional
         Slots by request and position; what a row holds behind its prefix is not read.
     req_pool_indices : tensor of int32 or int64, shape (B,), optional
@@ -309,6 +311,7 @@ class VerifyPlan:
             if name in inputs and _length(inputs[name]) != batch + 1:
                 raise wrong(inputs[name], f"wants {batch + 1} bounds for {batch} requests")
         gathers = _gathers(inputs)
+        _check_own_lists(inputs)
         if workspace is None:
             workspace = PlanWorkspace.allocate(
                 seq_lens, max_batch=batch, max_tokens=max_tokens, heads=heads
@@ -448,6 +451,18 @@ def _gathers(inputs: Mapping[str, Tensor]) -> bool:
         requests = _length(inputs["seq_lens"])
         raise wrong(inputs["req_pool_indices"], f"wants one row for each of {requests} requests")
     return True
+
+
+def _check_own_lists(inputs: Mapping[str, Tensor]) -> None:
+    """Refuse what attention could not read: it is not launched with the plan."""
+    for name in ("kv_indptr", "kv_indices"):
+        if name not in inputs:
+            continue
+        tensor = inputs[name]
+        if index_ctype(tensor) != "int" and name == "kv_indptr":
+            raise wrong(tensor, f"dtype {tensor.dtype}: attention reads bounds of int32")
+        if not tensor.is_contiguous:
+            raise wrong(tensor, "is not contiguous")
 
 
 def _length(tensor: Tensor) -> int:

@@ -45,11 +45,12 @@ def draft_topk(logits: ArrayLike, k: int) -> tuple[NDArray[np.float32], NDArray[
     holes = np.isnan(rows)
     top = np.where(holes, -np.inf, rows).max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        norm = top + np.log(np.exp(rows - top).sum(axis=-1, keepdims=True))
+        # not added to `top`, beside which it vanishes where logits are large
+        norm = np.log(np.exp(rows - top).sum(axis=-1, keepdims=True))
         # behind all numbers, -inf among them
         order = np.lexsort((-np.where(holes, -np.inf, rows), holes), axis=-1)
         tokens = order[..., :k].astype(np.int64)
         best = np.take_along_axis(rows, tokens, axis=-1)
-        logprobs = (best - norm).astype(np.float32)
+        logprobs = (best - top - norm).astype(np.float32)
     logprobs[np.isnan(norm)[..., 0]] = np.nan
     return logprobs, np.where(np.take_along_axis(holes, tokens, axis=-1), 0, tokens)

@@ -25,6 +25,8 @@ BUILT, NOT_FINITE, NO_ROOT, SECOND_ROOT, BAD_PARENT, PARENT_BEHIND, BAD_SIZE = r
 NOT_FOUND = -2
 """Parent of a node whose parent is not to be found."""
 
+_MAX_LENGTH = 2**31 - 1
+
 
 @dataclass(frozen=True, eq=False)
 class BestFirstTree:
@@ -301,9 +303,10 @@ def tree_mask(
     status = np.zeros(len(lengths), np.int32)
     for request, length in enumerate(lengths.tolist()):
         prefix = length if mode == "full" else 0
-        width = max(prefix, 0) + rows.shape[1]
+        counts = 0 <= prefix <= _MAX_LENGTH
+        width = (prefix if counts else 0) + rows.shape[1]
         end = at + n * width
-        if prefix < 0:
+        if not counts:
             status[request] = 1
         elif end > len(mask):
             status[request] = 2

@@ -11,6 +11,8 @@ from cuverify.tree import MaskMode, sglang_mask_row_bytes
 
 LISTED, BAD_LENGTH, BAD_POOL_ROW, BAD_POOL_WIDTH, BAD_CAPACITY = range(5)
 
+_MAX_LENGTH = 2**31 - 1
+
 
 def verify_lists(
     seq_lens: ArrayLike,
@@ -86,7 +88,7 @@ def _fault(
     drafts: str,
     n: int,
 ) -> int:
-    if length < 0:
+    if not 0 <= length <= _MAX_LENGTH:
         return BAD_LENGTH
     if rows is None or table is None:
         return LISTED
@@ -128,7 +130,7 @@ def verify_words(
         columns = sglang_mask_row_bytes(n) if mode == "bit_packed" else n
         prefix = length if mode == "full" else 0
         size = n * (prefix + columns)
-        first, inside = at * size, prefix >= 0
+        first, inside = at * size, 0 <= prefix <= _MAX_LENGTH
         if mode == "full":
             first, end = np.asarray(mask_indptr)[[at, at + 1]].tolist()
             inside = inside and end - first == size
