@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_values_for_moves_on_a_gpu_are_listed(width: int, monkeypatch: pytest.Mo
     listed = [dict(source.values) for source in launched_sources("relocate", "sm_80")]
     pool = np.zeros((2000, width), np.uint8)
     layout = relocate._PoolLayout.of([pool], 1)
-    on_a_gpu = type(layout)(layout.num_slots, layout.parts, type("_", (), {"device": "cuda:0"})())
+    on_a_gpu = replace(layout, tensors=tuple(replace(t, device="cuda:0") for t in layout.tensors))
     monkeypatch.setattr(relocate, "grid", lambda *given: 7)
     for capacity in (1, 4, 5, 32, 33, 64, 65, 128, 129, 1024, 1025, 1900):
         shape = relocate._Shape.of(on_a_gpu, capacity, relocate.LIST_ROWS, {})
