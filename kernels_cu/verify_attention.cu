@@ -20,9 +20,7 @@
 // all of the band's queries (the four partial scores meet in shared memory), then does the softmax
 // of 8 query rows, then multiplies a quarter of V's columns with all of the band's probabilities.
 // So one fragment of K or V that a warp loads serves 32 columns, queries and accumulators stay in
-// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills. The second
-// band is half a tile behind the first: of the two warps of a scheduler, one multiplies while the
-// other one does its softmax. (Of a pool of codes, both do the same at once.)
+// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills.
 //
 // Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
 // of float32, and the rounding is that of `out` itself, averaged over the pieces.
@@ -80,6 +78,13 @@
 #define STAGES 4
 #endif
 // powers of 2 by which a query row's maximum must grow before its accumulators are rescaled
+// 1: the second band is half a tile behind the first
+#ifndef STAGGER
+#define STAGGER 1
+#endif
+#ifndef FRAGMENTS
+#define FRAGMENTS 2
+#endif
 #ifndef RESCALE_ABOVE
 #define RESCALE_ABOVE 8
 #endif
@@ -127,8 +132,7 @@ constexpr int KV_PIECE = 16 / BYTES_OF(KV_ELEMENT);  // elements of a 16-byte ac
 constexpr int KV_ROW_PIECES = DIM / KV_PIECE;
 constexpr int KV_PITCH = CODES ? DIM : PITCH;   // from row to row where the copies go
 constexpr int CODES_AT = TILES * TILE * PITCH;  // in the ring: behind the tiles
-constexpr int LAG = CODES ? 0 : 1;              // halves of a tile that the second band is behind
-constexpr int FRAGMENTS = 3;                    // of K or V that a warp holds
+constexpr int LAG = STAGGER && !CODES;          // halves of a tile that the second band is behind
 constexpr int ROWS_A_WARP = TILE / (THREADS / 32);  // that it fetches of a tile
 constexpr int LIST_TILES = 32 / ROWS_A_WARP;        // whose slots a warp's lanes hold
 
@@ -213,45 +217,49 @@ struct KvRows {
     __device__ __forceinline__ void fetch(const Item& item, int start, bool whole, KV_INDEX listed,
                                           kv_bits* tile, Place place) const {
         kv_bits* to = tile + place.copy_row * KV_PITCH + place.copy_lane * KV_PIECE;
-        const kv_bits* from = kv;
-        long long slot = static_cast<long long>(listed);
-        bool given = true;
-        bool pooled = true;
-        if (__builtin_expect(!whole, 0)) {
-            const int position = start + place.copy_row;
-            given = position < item.end;
-            if (given && position >= item.prefix) {
-                const long long token = item.first_token + (position - item.prefix);
-                if (out_cache_loc != nullptr) {
-                    slot = out_cache_loc[token];
-                } else if (CODES) {
-                    return;
-                } else {
-                    pooled = false;
-                    from = reinterpret_cast<const kv_bits*>(draft_kv + token * draft_stride);
-                }
+        const int position = start + place.copy_row;
+        if (whole || position < min(item.prefix, item.end)) {
+            copy_slot(static_cast<long long>(listed), to, place);
+        } else if (position >= item.end) {
+            fill(0, to, place);
+        } else {
+            const long long token = item.first_token + (position - item.prefix);
+            if (out_cache_loc != nullptr) {
+                copy_slot(out_cache_loc[token], to, place);
+            } else if (!CODES) {
+                copy(reinterpret_cast<const kv_bits*>(draft_kv + token * draft_stride), to, place);
             }
         }
-        if (__builtin_expect(!given || (pooled && (slot < 0 || slot >= num_slots)), 0)) {
-            // Scores of a slot that is none become NaN by the columns that only K has. Those of V are
-            // 0: a query row that does not see this one adds 0 times it.
-#pragma unroll 1
-            for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
-                const unsigned bits = !given || piece < LATENT / KV_PIECE ? 0 : ALL;
-                store128(to, make_uint4(bits, bits, bits, bits));
-                to += COPY_LANES * KV_PIECE;
-            }
-            return;
+    }
+
+    // Of a slot that is none, the columns that only K has make a score NaN. Those of V are 0: a query
+    // row that does not see it adds 0 times it.
+    __device__ __forceinline__ void copy_slot(long long slot, kv_bits* to, Place place) const {
+        if (slot >= 0 && slot < num_slots) {
+            copy(kv + slot * kv_stride, to, place);
+        } else {
+            fill(ALL, to, place);
         }
-        if (pooled) {
-            from += slot * kv_stride;
-        }
-        from += place.copy_lane * KV_PIECE;
+    }
+
+    __device__ __forceinline__ static void copy(const kv_bits* row, kv_bits* to, Place place) {
+        // as a number: else each piece's address would be computed from the start
+        row =
+            reinterpret_cast<const kv_bits*>(reinterpret_cast<size_t>(row) + place.copy_lane * 16);
 #pragma unroll
         for (int piece = 0; piece < KV_ROW_PIECES; piece += COPY_LANES) {
             if (piece + COPY_LANES <= KV_ROW_PIECES || piece + place.copy_lane < KV_ROW_PIECES) {
-                ptx::cp_async16(to + piece * KV_PIECE, from + piece * KV_PIECE);
+                ptx::cp_async16(to + piece * KV_PIECE, row + piece * KV_PIECE);
             }
+        }
+    }
+
+    __device__ __forceinline__ static void fill(unsigned of_k_alone, kv_bits* to, Place place) {
+#pragma unroll 1
+        for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+            const unsigned bits = piece < LATENT / KV_PIECE ? 0 : of_k_alone;
+            store128(to, make_uint4(bits, bits, bits, bits));
+            to += COPY_LANES * KV_PIECE;
         }
     }
 
@@ -320,36 +328,33 @@ struct QuerySource {
     }
 };
 
-// What a warp does with two tiles: its share of S^T = K Q^T over the tile `keys`, summed over its
-// columns of K, for all groups of the band, and O^T = O^T * rescale + V^T P^T over the tile `values`
-// before it, for its columns of V. Fragments are asked for FRAGMENTS - 1 products ahead.
+// What a warp does with two tiles: O^T = O^T * rescale + V^T P^T over the tile `values`, for its
+// columns of V, and its share of S^T = K Q^T over the tile `keys` behind it, summed over its columns
+// of K, for all groups of the band. Fragments are asked for FRAGMENTS - 1 steps ahead.
 template <bool KEYS, bool VALUES>
 __device__ __forceinline__ void multiply(const Queries& q, Accumulators& acc, const bits16* keys,
                                          const bits16* values, Place place, float* scores,
                                          const uint2* probabilities, const float2* rescale) {
-    constexpr int BEGIN = KEYS ? 0 : K_OWN;
-    constexpr int END = VALUES ? K_OWN + V_OWN : K_OWN;
+    constexpr int BEGIN = VALUES ? 0 : V_OWN;
+    constexpr int END = KEYS ? V_OWN + K_OWN : V_OWN;
     keys += place.lane % 16 * PITCH + place.lane / 16 * 8 + place.warp * K_OWN * 16;
     values += (place.lane % 8 + place.lane / 16 * 8) * PITCH + place.lane / 8 % 2 * 8 +
               place.warp * V_OWN * 16;
     const auto given = [&](int step) {  // whether the warp has that many columns
-        return step < K_OWN
-                   ? K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + step < K_STEPS
-                   : V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + step - K_OWN < V_BLOCKS;
+        return step < V_OWN
+                   ? V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + step < V_BLOCKS
+                   : K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + step - V_OWN < K_STEPS;
     };
     unsigned a[FRAGMENTS][4];
     const auto load = [&](int step) {
         if (step >= END || !given(step)) {
-        } else if (step < K_OWN) {
-            ptx::ldmatrix_x4(a[step % FRAGMENTS], keys + step * 16);
+        } else if (step < V_OWN) {
+            ptx::ldmatrix_x4_trans(a[step % FRAGMENTS], values + step * 16);
         } else {
-            ptx::ldmatrix_x4_trans(a[step % FRAGMENTS], values + (step - K_OWN) * 16);
+            ptx::ldmatrix_x4(a[step % FRAGMENTS], keys + (step - V_OWN) * 16);
         }
     };
-#pragma unroll
-    for (int step = BEGIN; step < BEGIN + FRAGMENTS - 1; ++step) {
-        load(step);
-    }
+    unsigned p[GROUPS][2];
     if (VALUES) {
         bool larger = false;
         float2 scale[GROUPS];
@@ -357,8 +362,11 @@ __device__ __forceinline__ void multiply(const Queries& q, Accumulators& acc, co
         for (int group = 0; group < GROUPS; ++group) {
             scale[group] = rescale[group * 4 + place.lane % 4];
             larger = larger || scale[group].x != 1.0f || scale[group].y != 1.0f;
+            const uint2 both = probabilities[group * 32 + place.lane];
+            p[group][0] = both.x;
+            p[group][1] = both.y;
         }
-        if (__builtin_expect(larger, 0)) {
+        if (larger) {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
@@ -371,38 +379,34 @@ __device__ __forceinline__ void multiply(const Queries& q, Accumulators& acc, co
             }
         }
     }
+#pragma unroll
+    for (int step = BEGIN; step < BEGIN + FRAGMENTS - 1; ++step) {
+        load(step);
+    }
     float s[GROUPS][4] = {};
-    unsigned p[GROUPS][2];
 #pragma unroll
     for (int step = BEGIN; step < END; ++step) {
         load(step + FRAGMENTS - 1);
-        if (VALUES && step == K_OWN) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                const uint2 both = probabilities[group * 32 + place.lane];
-                p[group][0] = both.x;
-                p[group][1] = both.y;
-            }
-        }
         if (given(step)) {
             const unsigned (&fragment)[4] = a[step % FRAGMENTS];
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                if (step < K_OWN) {
-                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(s[group], fragment, q[step][group]);
+                if (step < V_OWN) {
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
+                    (acc.o[step][group], fragment, p[group]);
                 } else {
                     WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
-                    (acc.o[step - K_OWN][group], fragment, p[group]);
+                    (s[group], fragment, q[step - V_OWN][group]);
                 }
             }
         }
-        if (KEYS && step == K_OWN - 1) {
+    }
+    if (KEYS) {
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
-                         make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
-                                    __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
-            }
+        for (int group = 0; group < GROUPS; ++group) {
+            store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
+                     make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
+                                __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
         }
     }
 }
@@ -710,6 +714,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const auto in_ring = [&](int tile) {
             return ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH);
         };
+        // The softmax of one tile, and the copies that are started beside it. `whole`: of these tiles
+        // all rows are there and of the prefix, as they are nearly always. Then nothing else is
+        // looked at, and no code that is rarely run lies in between.
+        const auto soften = [&](int tile, int coming, bool whole) {
+            const Place own(thread_anew());
+            if (coming >= AHEAD) {
+                if (coming % LIST_TILES == 0) {
+                    list = source.look_up(item, item.begin + coming * TILE, own);
+                }
+                const KV_INDEX listed = __shfl_sync(
+                    ALL, list, coming % LIST_TILES * ROWS_A_WARP + own.lane / COPY_LANES);
+                if (coming < tiles.count) {
+                    source.fetch(item, item.begin + coming * TILE, whole || coming < tiles.whole,
+                                 listed, arriving(coming), own);
+                }
+                ptx::cp_async_commit();
+            }
+            if (CODES) {
+                // Its own pieces only, which nobody else has to wait for.
+                ptx::cp_async_wait<AHEAD - 1>();
+                if (tile + 1 < tiles.count) {
+                    source.widen(item, item.begin + (tile + 1) * TILE, arriving(tile + 1),
+                                 in_ring(tile + 1), own);
+                }
+            }
+            if (active) {
+                float x[4];
+                float2 unit = make_float2(1.0f, 1.0f);
+                float2 value = make_float2(1.0f, 1.0f);
+                gather_scores(x, all_scores, own,
+                              (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
+                if (!whole && tile >= tiles.whole) {
+                    const int position = item.begin + tile * TILE + own.lane / 4;
+                    if (CODES && out_cache_loc == nullptr) {
+                        to_units(x, item, position, kv_scale, unit, value);
+                    }
+                    hide(x, item, position, masks + own.group * MAX_WORDS);
+                }
+                uint2 p;
+                float2 rescale;
+                softmax.step(x, unit, value, p, rescale);
+                all_probabilities[own.group * 32 + own.lane] = p;
+                if (own.lane < 4) {
+                    all_factors[own.group * 4 + own.lane] = rescale;
+                }
+            }
+        };
         const int last = 2 * tiles.count + LAG;
         int step = -LAG * place.band;  // of this band
         for (int turn = 0;; ++turn, ++step) {
@@ -729,50 +780,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                           factors);
                 }
             } else if (step >= 0 && tile < tiles.count) {
-                const Place own(thread_anew());
                 // The tile before has been used up by all, but where the other band is behind, the
                 // one before that: its place in the ring is free.
                 const int coming = tile + AHEAD - (LAG - (turn - step));
-                if (coming >= AHEAD) {
-                    if (coming % LIST_TILES == 0) {
-                        list = source.look_up(item, item.begin + coming * TILE, own);
-                    }
-                    const KV_INDEX listed = __shfl_sync(
-                        ALL, list, coming % LIST_TILES * ROWS_A_WARP + own.lane / COPY_LANES);
-                    if (coming < tiles.count) {
-                        source.fetch(item, item.begin + coming * TILE, coming < tiles.whole, listed,
-                                     arriving(coming), own);
-                    }
-                    ptx::cp_async_commit();
-                }
-                if (CODES) {
-                    // Its own pieces only, which nobody else has to wait for.
-                    ptx::cp_async_wait<AHEAD - 1>();
-                    if (tile + 1 < tiles.count) {
-                        source.widen(item, item.begin + (tile + 1) * TILE, arriving(tile + 1),
-                                     in_ring(tile + 1), own);
-                    }
-                }
-                if (active) {
-                    float x[4];
-                    float2 unit = make_float2(1.0f, 1.0f);
-                    float2 value = make_float2(1.0f, 1.0f);
-                    gather_scores(x, all_scores, own,
-                                  (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
-                    if (tile >= tiles.whole) {
-                        const int position = item.begin + tile * TILE + own.lane / 4;
-                        if (CODES && out_cache_loc == nullptr) {
-                            to_units(x, item, position, kv_scale, unit, value);
-                        }
-                        hide(x, item, position, masks + own.group * MAX_WORDS);
-                    }
-                    uint2 p;
-                    float2 rescale;
-                    softmax.step(x, unit, value, p, rescale);
-                    all_probabilities[own.group * 32 + own.lane] = p;
-                    if (own.lane < 4) {
-                        all_factors[own.group * 4 + own.lane] = rescale;
-                    }
+                if (tile < tiles.whole && (coming < tiles.whole || coming >= tiles.count)) {
+                    soften(tile, coming, true);
+                } else {
+                    soften(tile, coming, false);
                 }
             }
             if (turn == last) {
