@@ -73,6 +73,7 @@ KNOBS: Mapping[VariantName, tuple[Knob, ...]] = {
         Knob("plan", "ROOT_HALVES", (0, 2, 3, 4)),
         Knob("plan", "START_ROWS", (48, 96, 144, 192)),
         Knob("plan", "HALVES_ROWS", (0, 160, 320, 640)),
+        Knob("plan", "TAIL_COST", (0, 7, 9, 12)),
         Knob("values", "COMBINE_UNROLL", (4, 6, 8)),
     ),
 }

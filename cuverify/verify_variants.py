@@ -71,8 +71,14 @@ VARIANTS: Mapping[VariantName, Variant] = {
         columns=(512, 64),
         codes=False,
         combine_ctas=2,
-        plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
-        lone={"COMBINE_UNROLL": 9, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
+        plan={
+            "START_ROWS": 144,
+            "LEAST_ROWS": 16,
+            "GRAIN": 48,
+            "HALVES_ROWS": 240,
+            "TAIL_COST": 9,
+        },
+        lone={"COMBINE_UNROLL": 9, "COMBINE_FEW": 6, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
     ),
 }
 

@@ -16,6 +16,11 @@
 // the scores of the next tile have been multiplied, if that tile is there already: products with V
 // fill the time of the softmax.
 //
+// Tails. Where the plan tells a tree's last eight query rows apart, which would fill an eighth of a row
+// tile, blocks of their own take them. There the products are transposed, S^T = K Q^T and
+// O^T = V^T P^T, and by mma.m16n8k16: eight columns cost what reading K and V from shared memory does,
+// and not what 64 rows cost. Everything else is as above.
+//
 // Partials lie in the order of the accumulators, in pieces of 16 bytes: piece (j x 2 + h) x 128 + t
 // of a slot is of thread t of values warpgroup h, with columns c, c + 1, c + 8, c + 9 for
 // c = 256 h + 16 j + 2 (t % 4), of rows 16 (t / 32) + t % 32 / 4 and the 8th row behind it:
@@ -31,6 +36,7 @@
 #endif
 
 #include "element.cuh"
+#define MMA WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
 #define WGMMA_TYPES WITH_ELEMENT(PTX_NAME_, ELEMENT) "." WITH_ELEMENT(PTX_NAME_, ELEMENT)
 #include "hopper.cuh"
 #include "merge.cuh"
@@ -97,6 +103,10 @@
 #ifndef COMBINE_UNROLL
 #define COMBINE_UNROLL 4
 #endif
+// the same where that is enough for all that a warp has: fewer instructions must be fetched
+#ifndef COMBINE_FEW
+#define COMBINE_FEW COMBINE_UNROLL
+#endif
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
 #define COMBINE_LEAST 4
@@ -124,8 +134,22 @@ constexpr int STEP_BYTES = GROUP_THREADS * 16;     // of the probabilities of on
 constexpr int GIVEN_BYTES = K_STEPS * STEP_BYTES + GROUP_THREADS * 8;
 constexpr int COPY_ROWS = GROUP_THREADS / 8;  // that the copy group fetches at once
 
+// Of a tail: what cta_work says of its blocks, and its rows.
+constexpr int TAILS = 3;
+constexpr int TAIL_ROWS = 8;
+constexpr int TAIL_BYTES = TAIL_ROWS * ROW_BYTES;  // a chunk of the queries
+constexpr int TAIL_STEP_BYTES = 32 * 8;            // of the probabilities of 16 KV rows
+constexpr int TAIL_STEPS = CHUNKS;                 // of 16 columns, that a warp multiplies with K
+constexpr int TERMS_BYTES = 4 * TILE * TAIL_ROWS * 4;
+constexpr int VALUE_BLOCKS = VALUE_CHUNKS / 2;  // of V, for each values group
+// Behind the probabilities, for each row: the factor, the sum; and the sums that each warp has.
+constexpr int FACTORS_AT = K_STEPS * TAIL_STEP_BYTES;
+constexpr int SUMS_AT = FACTORS_AT + TAIL_ROWS * 4;
+constexpr int SHARES_AT = SUMS_AT + TAIL_ROWS * 4;
+
 // In shared memory, from a multiple of 1,024 bytes on.
-constexpr int QUERIES_AT = SLOTS * TILE_BYTES;  // the chunks that are not held
+constexpr int QUERIES_AT = SLOTS * TILE_BYTES;              // the chunks that are not held
+constexpr int TERMS_AT = QUERIES_AT + CHUNKS * TAIL_BYTES;  // of a tail's scores: two buffers
 constexpr int GIVEN_AT = QUERIES_AT + (CHUNKS - HELD) * QUERY_BYTES;
 constexpr int MASKS_AT = GIVEN_AT + 2 * GIVEN_BYTES;
 constexpr int BARRIERS_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
@@ -141,6 +165,10 @@ static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups 
 static_assert(BYTES_OF(KV_ELEMENT) == 2, "wgmma takes rows as they are copied");
 static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
 static_assert(TILE == 32 || TILE == 48, "products are written for these");
+static_assert(SHARES_AT + 4 * TAIL_ROWS * 8 <= GIVEN_BYTES, "a tail's probabilities and sums");
+static_assert(MAX_WORDS * 8 + 2 * (TILE / 16) * TAIL_ROWS * 4 <= TOKENS * MASK_WORDS * 8,
+              "a tail's masks and maxima");
+static_assert(TERMS_AT + 2 * TERMS_BYTES <= GIVEN_AT, "a tail's queries and terms");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
               "the held chunks of Q come through a slot of the ring");
 static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");
@@ -306,6 +334,28 @@ struct Row {
 
 // ---- copy -----------------------------------------------------------------------------------
 
+// A query row of an item.
+struct Query {
+    const bits16* latent;
+    const bits16* rope;
+    bool present;
+
+    __device__ __forceinline__ Query(const QuerySource& source, const Item& item, int row) {
+        const int flat = item.row_tile * ROW_TILE + row;
+        present = flat < item.rows;
+        const long long token = item.first_token + (present ? flat / HEADS : 0);
+        const int head = present ? flat % HEADS : 0;
+        latent = source.latent + token * source.stride + head * source.head_stride;
+        rope = source.rope + token * source.rope_stride + head * source.rope_head_stride;
+    }
+
+    // Starts the copy of a piece of a chunk; zeros where there is no such row.
+    __device__ __forceinline__ void copy(unsigned to, int chunk, int piece) const {
+        hopper::copy16(to, (chunk < VALUE_CHUNKS ? latent + chunk * CHUNK : rope) + piece * PIECE,
+                       present ? 16 : 0);
+    }
+};
+
 // Starts the copies of an item's queries: chunks 0 to HELD - 1 into `held`, the others behind it.
 __device__ __forceinline__ void copy_queries(const QuerySource& source, const Item& item,
                                              unsigned held, unsigned others, int thread) {
@@ -313,20 +363,27 @@ __device__ __forceinline__ void copy_queries(const QuerySource& source, const It
     const unsigned place = thread / 8 * ROW_BYTES + ((sub ^ (thread / 8 % 8)) << 4);
 #pragma unroll
     for (int part = 0; part < ROW_TILE / COPY_ROWS; ++part) {
-        const int flat = item.row_tile * ROW_TILE + part * COPY_ROWS + thread / 8;
-        const bool present = flat < item.rows;
-        const long long token = item.first_token + (present ? flat / HEADS : 0);
-        const int head = present ? flat % HEADS : 0;
-        const bits16* latent =
-            source.latent + token * source.stride + head * source.head_stride + sub * PIECE;
-        const bits16* rope =
-            source.rope + token * source.rope_stride + head * source.rope_head_stride + sub * PIECE;
+        const Query query(source, item, part * COPY_ROWS + thread / 8);
         const unsigned to = place + part * COPY_ROWS * ROW_BYTES;
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            hopper::copy16(chunk < HELD ? held + chunk * QUERY_BYTES + to
-                                        : others + (chunk - HELD) * QUERY_BYTES + to,
-                           chunk < VALUE_CHUNKS ? latent + chunk * CHUNK : rope, present ? 16 : 0);
+            query.copy(chunk < HELD ? held + chunk * QUERY_BYTES + to
+                                    : others + (chunk - HELD) * QUERY_BYTES + to,
+                       chunk, sub);
+        }
+    }
+}
+
+// The same of a tail, all of them into `to`, eight rows a chunk.
+__device__ __forceinline__ void copy_tail_queries(const QuerySource& source, const Item& item,
+                                                  unsigned to, int thread) {
+    const int row = thread / 8;
+    const int sub = thread % 8;
+    if (row < TAIL_ROWS) {
+        const Query query(source, item, row);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            query.copy(to + chunk * TAIL_BYTES + row * ROW_BYTES + ((sub ^ row) << 4), chunk, sub);
         }
     }
 }
@@ -354,6 +411,7 @@ __device__ __forceinline__ void copy_row(word64 address, unsigned to, int sub) {
 }
 
 // A warp copies TILE / 4 rows of each tile, eight lanes a row; that many lanes look up one row each.
+template <bool TAIL>
 __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item item,
                                            const QuerySource& queries, const KvRows& source,
                                            Room room, int thread) {
@@ -371,7 +429,7 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
         int position = lane < TILE / 4 ? item.begin + own_row : item.end;
         Row row;
         row.look_up(source, item, position);
-        if (number != share.x) {  // the first queries are copied by others
+        if (!TAIL && number != share.x) {  // the first queries are copied by others
             hopper::wait(room.barrier(ASKED), asked);
             asked ^= 1;
             hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
@@ -428,19 +486,36 @@ struct Softmax {
     __device__ __forceinline__ void raise(float largest, float scale, float& base, float& factor) {
         largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2)) * scale;
-        factor = 1.0f;
-        if (largest > max + RESCALE_ABOVE) {  // also the first time, from -inf
-            factor = ptx::exp2_approx(max - largest);
-            max = largest;
-            sum *= factor;
-        }
-        base = max == minus_infinity() ? 0.0f : max;
+        factor = renew(largest);
+        base = this->base();
     }
+
+    // Whether a score, in the log2 domain, is too large for what is subtracted: also the first one.
+    __device__ __forceinline__ bool grows(float score) const { return score > max + RESCALE_ABOVE; }
+
+    // Takes the largest score of the whole row in a tile; gives the factor.
+    __device__ __forceinline__ float renew(float largest) {
+        if (!grows(largest)) {
+            return 1.0f;
+        }
+        const float factor = ptx::exp2_approx(max - largest);
+        max = largest;
+        sum *= factor;
+        return factor;
+    }
+
+    // What to subtract from scores.
+    __device__ __forceinline__ float base() const { return max == minus_infinity() ? 0.0f : max; }
 
     // The base-2 log-sum-exp.
     __device__ __forceinline__ float finish() {
         sum += __shfl_xor_sync(ALL, sum, 1);
         sum += __shfl_xor_sync(ALL, sum, 2);
+        return log_sum();
+    }
+
+    // The same if `sum` is over all columns.
+    __device__ __forceinline__ float log_sum() const {
         return sum != 0.0f ? max + log2f(sum) : minus_infinity();
     }
 };
@@ -746,6 +821,348 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
     }
 }
 
+// ---- tails ----------------------------------------------------------------------------------
+
+// Where a lane finds the rows of four matrices in the swizzled blocks of a chunk.
+struct Corner {
+    unsigned row;  // bytes from the first row
+    int swizzle;
+
+    __device__ __forceinline__ explicit Corner(int number)
+        : row(number * ROW_BYTES), swizzle(number % 8) {}
+
+    __device__ __forceinline__ unsigned piece(int number) const {
+        return row + ((number ^ swizzle) << 4);
+    }
+};
+
+// A warp's quarter of the columns: where a lane finds 16 rows of K, and the queries as an operand.
+struct TailColumns {
+    unsigned keys[TAIL_STEPS];  // bytes from the first row of a tile
+    unsigned queries[TAIL_STEPS][2];
+
+    __device__ __forceinline__ TailColumns(int warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < TAIL_STEPS; ++i) {
+            const int step = warp * TAIL_STEPS + i;
+            keys[i] = step / 4 * BLOCK_BYTES + Corner(lane % 16).piece(step % 4 * 2 + lane / 16);
+        }
+    }
+
+    __device__ __forceinline__ void load(unsigned from, int warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < TAIL_STEPS; ++i) {
+            const int step = warp * TAIL_STEPS + i;
+            unsigned two[4];  // the second half says the same
+            hopper::load_matrices(two, from + step / 4 * TAIL_BYTES +
+                                           Corner(lane % 8).piece(step % 4 * 2 + lane / 8 % 2));
+            queries[i][0] = two[0];
+            queries[i][1] = two[1];
+        }
+    }
+
+    // Terms of S^T = K Q^T, of 16 KV rows after the other.
+    __device__ __forceinline__ void multiply(float (&s)[K_STEPS][4], unsigned tile) const {
+#pragma unroll
+        for (int i = 0; i < TAIL_STEPS; ++i) {
+#pragma unroll
+            for (int rows = 0; rows < K_STEPS; ++rows) {
+                unsigned a[4];
+                hopper::load_matrices(a, tile + keys[i] + rows * 16 * ROW_BYTES);
+                MMA(s[rows], a, queries[i]);
+            }
+        }
+    }
+};
+
+// The sum over the lanes that have the same query rows.
+__device__ __forceinline__ float sum_of_rows(float value) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+        value += __shfl_xor_sync(ALL, value, distance);
+    }
+    return value;
+}
+
+// A warp multiplies a quarter of the columns; then it has 16 rows of each tile, the last warp none where
+// a tile has 48, and a lane two of them for two query rows, `pair` and the next.
+__device__ __forceinline__ void score_tails(const Plan& plan, int4 share, Item item, float scale,
+                                            const word64* visible, int words, Room room,
+                                            word64* masks, float* partial_lse, float* lse,
+                                            int thread) {
+    constexpr int WARPS = TILE / 16;  // that have rows
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    const int row = warp * 16 + lane / 4;
+    const int pair = lane % 4 * 2;
+    TailColumns columns(warp, lane);
+    Turn turn;
+    int buffer = 0;
+    int taken = 1;  // the parity to wait for
+#pragma unroll 1
+    for (int number = share.x; number < share.y; number += share.z) {
+        if (number != share.x) {
+            item = Item::read(plan, number);
+        }
+        if (thread < MAX_WORDS) {  // those before have been read when the last maxima were there
+            const long long token = item.first_token + item.row_tile * ROW_TILE / HEADS;
+            masks[thread] = thread < words ? visible[token * words + thread] : 0;
+        }
+        hopper::sync_warpgroup(1);
+        hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+        columns.load(room.base + QUERIES_AT, warp, lane);
+        __syncwarp();
+        if (lane == 0) {
+            hopper::arrive(room.barrier(FREE + turn.slot), 2);
+            hopper::arrive(room.barrier(ASKED));
+        }
+        turn.advance();
+
+        Softmax softmax[2];
+        float rounded[2] = {};  // sums of the probabilities as they are for the product
+#pragma unroll 1
+        for (int start = item.begin; start < item.end; start += TILE) {
+            const bool last = start + TILE >= item.end;
+            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+            float terms[K_STEPS][4] = {};
+            columns.multiply(terms, room.tile(turn.slot));
+            turn.advance();
+            // Each warp has terms of all rows and gets the sums of its own. What is read here is
+            // written again in the next turn but one.
+            const unsigned shared = room.base + TERMS_AT + buffer * TERMS_BYTES + lane * 16;
+#pragma unroll
+            for (int rows = 0; rows < K_STEPS; ++rows) {
+                hopper::store16(
+                    shared + (rows * 4 + warp) * 512,
+                    make_uint4(__float_as_uint(terms[rows][0]), __float_as_uint(terms[rows][1]),
+                               __float_as_uint(terms[rows][2]), __float_as_uint(terms[rows][3])));
+            }
+            hopper::sync_warpgroup(1);
+            float x[4] = {};  // {row, pair}, {row, pair + 1}, and both of the 8th row behind it
+#pragma unroll
+            for (int other = 0; other < 4; ++other) {
+                const uint4 found =
+                    hopper::load16(shared + (min(warp, WARPS - 1) * 4 + other) * 512);
+                x[0] += __uint_as_float(found.x);
+                x[1] += __uint_as_float(found.y);
+                x[2] += __uint_as_float(found.z);
+                x[3] += __uint_as_float(found.w);
+            }
+            if (warp >= WARPS || start + TILE > min(item.prefix, item.end)) {
+                const unsigned* bits = reinterpret_cast<const unsigned*>(masks);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int position = start + row + half * 8;
+                    const int node = position - item.prefix;
+                    if (warp >= WARPS || position >= item.end ||
+                        (node >= 0 && (bits[node / 32] >> node % 32 & 1) == 0)) {
+                        x[2 * half] = x[2 * half + 1] = minus_infinity();
+                    }
+                }
+            }
+            float2 largest = make_float2(fmaxf(x[0], x[2]), fmaxf(x[1], x[3]));
+            float2 factor = make_float2(1.0f, 1.0f);
+            if (hopper::any_in_warpgroup(1, softmax[0].grows(largest.x * scale) ||
+                                                softmax[1].grows(largest.y * scale))) {
+                // The largest of all warps. What has been read here is written again in the next
+                // turn but one.
+#pragma unroll
+                for (int distance = 4; distance < 32; distance *= 2) {
+                    largest.x = fmaxf(largest.x, __shfl_xor_sync(ALL, largest.x, distance));
+                    largest.y = fmaxf(largest.y, __shfl_xor_sync(ALL, largest.y, distance));
+                }
+                const unsigned maxima = room.base + MASKS_AT + MAX_WORDS * 8 +
+                                        buffer * (WARPS * TAIL_ROWS * 4) + pair * 4;
+                if (lane < 4 && warp < WARPS) {
+                    hopper::store8(maxima + warp * (TAIL_ROWS * 4), largest);
+                }
+                hopper::sync_warpgroup(1);
+#pragma unroll
+                for (int other = 0; other < WARPS; ++other) {
+                    const float2 found = hopper::load8(maxima + other * (TAIL_ROWS * 4));
+                    largest.x = fmaxf(largest.x, found.x);
+                    largest.y = fmaxf(largest.y, found.y);
+                }
+                factor.x = softmax[0].renew(largest.x * scale);
+                factor.y = softmax[1].renew(largest.y * scale);
+            }
+            const float base[2] = {softmax[0].base(), softmax[1].base()};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                x[k] = ptx::exp2_approx(fmaf(x[k], scale, -base[k % 2]));
+            }
+            const unsigned p[2] = {element::pack(x[0], x[1]), element::pack(x[2], x[3])};
+            softmax[0].sum += x[0] + x[2];
+            softmax[1].sum += x[1] + x[3];
+            rounded[0] = fmaf(rounded[0], factor.x, element::first(p[0]) + element::first(p[1]));
+            rounded[1] = fmaf(rounded[1], factor.y, element::second(p[0]) + element::second(p[1]));
+
+            hopper::wait(room.barrier(TAKEN + buffer), taken);
+            const unsigned to = room.given(buffer);
+            // transposed, the two are an operand of the product with V
+            const float2 operand = make_float2(__uint_as_float(ptx::movmatrix_trans(p[0])),
+                                               __uint_as_float(ptx::movmatrix_trans(p[1])));
+            if (warp < WARPS) {
+                hopper::store8(to + warp * TAIL_STEP_BYTES + lane * 8, operand);
+            }
+            if (thread < 4) {
+                hopper::store8(to + FACTORS_AT + pair * 4, factor);
+            }
+            if (last) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    softmax[k].sum = sum_of_rows(softmax[k].sum);
+                    rounded[k] = sum_of_rows(rounded[k]);
+                }
+                const unsigned shares = to + SHARES_AT + pair * 8;
+                if (lane < 4) {
+                    hopper::store16(
+                        shares + warp * (TAIL_ROWS * 8),
+                        make_uint4(__float_as_uint(softmax[0].sum), __float_as_uint(softmax[1].sum),
+                                   __float_as_uint(rounded[0]), __float_as_uint(rounded[1])));
+                }
+                hopper::sync_warpgroup(1);
+                if (thread < 4) {
+                    softmax[0].sum = softmax[1].sum = rounded[0] = rounded[1] = 0.0f;
+#pragma unroll
+                    for (int other = 0; other < WARPS; ++other) {
+                        const uint4 found = hopper::load16(shares + other * (TAIL_ROWS * 8));
+                        softmax[0].sum += __uint_as_float(found.x);
+                        softmax[1].sum += __uint_as_float(found.y);
+                        rounded[0] += __uint_as_float(found.z);
+                        rounded[1] += __uint_as_float(found.w);
+                    }
+                    hopper::store8(to + SUMS_AT + pair * 4, make_float2(rounded[0], rounded[1]));
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(GIVEN + buffer));
+            }
+            taken ^= buffer;
+            buffer ^= 1;
+        }
+        const Item done = Item::read(plan, number);
+        if (thread < 4) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int flat = done.row_tile * ROW_TILE + pair + k;
+                const float log_sum = softmax[k].log_sum();
+                if (flat < done.rows && done.slot < 0) {
+                    lse[static_cast<long long>(done.first_token) * HEADS + flat] = log_sum * LN_2;
+                } else if (flat < done.rows) {
+                    partial_lse[done.slot * static_cast<long long>(ROW_TILE) + pair + k] = log_sum;
+                }
+            }
+        }
+    }
+}
+
+// `half` of V's columns, in blocks of 64. The second group copies each item's queries first: they take
+// no room in the ring, and the copy group has no registers to spare.
+__device__ __forceinline__ void value_tails(const Plan& plan, int4 share, const Item& first,
+                                            const QuerySource& queries, int half, Room room,
+                                            bits16* partial_out, bits16* out, long long out_stride,
+                                            int thread) {
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    const Corner corner(lane / 16 * 8 + lane % 8);  // of 16 KV rows
+    Turn turn;
+    int buffer = 0;
+    int given = 0;  // the parity to wait for
+    int asked = 1;
+#pragma unroll 1
+    for (int number = share.x; number < share.y; number += share.z) {
+        const Item item = number == share.x ? first : Item::read(plan, number);
+        if (half == 1) {
+            hopper::wait(room.barrier(ASKED), asked);
+            asked ^= 1;
+            copy_tail_queries(queries, item, room.base + QUERIES_AT, thread);
+            hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
+        }
+        turn.advance();
+        const int tiles = item.tiles();
+        float o[VALUE_BLOCKS][4] = {};
+        float2 sum = make_float2(0.0f, 0.0f);  // of query rows 2 (lane % 4) and the next
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile) {
+            hopper::wait(room.barrier(GIVEN + buffer), given);
+            const unsigned from = room.given(buffer);
+            unsigned p[K_STEPS][2];
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                const float2 two = hopper::load8(from + step * TAIL_STEP_BYTES + lane * 8);
+                p[step][0] = __float_as_uint(two.x);
+                p[step][1] = __float_as_uint(two.y);
+            }
+            const float2 factor = hopper::load8(from + FACTORS_AT + lane % 4 * 8);
+            if (tile + 1 == tiles) {
+                sum = hopper::load8(from + SUMS_AT + lane % 4 * 8);
+            }
+            __syncwarp();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(TAKEN + buffer));
+            }
+            given ^= buffer;
+            buffer ^= 1;
+            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+            if (tile > 0 && __any_sync(ALL, factor.x != 1.0f || factor.y != 1.0f)) {
+#pragma unroll
+                for (int block = 0; block < VALUE_BLOCKS; ++block) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        o[block][i] *= i % 2 == 0 ? factor.x : factor.y;
+                    }
+                }
+            }
+            const unsigned values = room.tile(turn.slot) + half * VALUE_BLOCKS * BLOCK_BYTES +
+                                    corner.piece(warp * 2 + lane / 8 % 2);
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+#pragma unroll
+                for (int block = 0; block < VALUE_BLOCKS; ++block) {
+                    unsigned a[4];
+                    hopper::load_matrices_transposed(
+                        a, values + block * BLOCK_BYTES + step * 16 * ROW_BYTES);
+                    MMA(o[block], a, p[step]);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                hopper::arrive(room.barrier(FREE + turn.slot));
+            }
+            turn.advance();
+        }
+        const float scale_x = sum.x != 0.0f ? 1.0f / sum.x : 0.0f;
+        const float scale_y = sum.y != 0.0f ? 1.0f / sum.y : 0.0f;
+        const int flat = item.row_tile * ROW_TILE + lane / 4;
+#pragma unroll
+        for (int block = 0; block < VALUE_BLOCKS; ++block) {
+            const float (&v)[4] = o[block];
+            // of query row lane / 4: columns c, c + 1; c + 8, c + 9
+            const unsigned pairs[2] = {
+                ptx::movmatrix_trans(element::pack(v[0] * scale_x, v[1] * scale_y)),
+                ptx::movmatrix_trans(element::pack(v[2] * scale_x, v[3] * scale_y))};
+            if (flat >= item.rows) {
+                continue;
+            }
+            if (item.slot >= 0) {
+                uint4* to = reinterpret_cast<uint4*>(partial_out) +
+                            item.slot * static_cast<long long>(ROW_TILE * LATENT / PIECE);
+                store128(to + ((block * 4 + warp) * 2 + half) * GROUP_THREADS + lane,
+                         make_uint4(pairs[0], 0, pairs[1], 0));
+            } else {
+                bits16* to = out +
+                             static_cast<long long>(item.first_token + flat / HEADS) * out_stride +
+                             flat % HEADS * LATENT + (half * VALUE_BLOCKS + block) * CHUNK +
+                             warp * 16 + lane % 4 * 2;
+                *reinterpret_cast<unsigned*>(to) = pairs[0];
+                *reinterpret_cast<unsigned*>(to + 8) = pairs[1];
+            }
+        }
+    }
+}
+
 }  // namespace
 
 // Computes every item of the plan.
@@ -847,15 +1264,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::give_registers<COPY_REGISTERS>();
         const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
                                draft_kv, draft_stride, out_cache_loc};
-        copy_items(plan, share, first, queries, source, room, thread);
+        if (share.w == TAILS) {
+            copy_items<true>(plan, share, first, queries, source, room, thread);
+        } else {
+            copy_items<false>(plan, share, first, queries, source, room, thread);
+        }
     } else if (group == 1) {
         hopper::take_registers<SCORE_REGISTERS>();
-        score_items(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks, partial_lse,
-                    lse, thread);
+        if (share.w == TAILS) {
+            score_tails(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks,
+                        partial_lse, lse, thread);
+        } else {
+            score_items(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks,
+                        partial_lse, lse, thread);
+        }
     } else {
         hopper::take_registers<VALUE_REGISTERS>();
         const int part = group - 2;
-        if (part == 1) {
+        if (part == 1 && share.w != TAILS) {
             // It has nothing else to do yet, and KV rows need not wait.
             copy_queries(queries, first, room.tile(0), room.base + QUERIES_AT, thread);
             hopper::arrive_after_copies(room.barrier(FULL));
@@ -863,6 +1289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (share.w == 0) {
             value_items<2>(plan, share, first.tiles(), part * 4, room, partial_out, out, out_stride,
                            thread);
+        } else if (share.w == TAILS) {
+            value_tails(plan, share, first, queries, part, room, partial_out, out, out_stride,
+                        thread);
         } else {
             value_items<1>(plan, share, first.tiles(), (share.w - 1) * 4 + part * 2, room,
                            partial_out, out, out_stride, thread);
@@ -920,6 +1349,43 @@ struct Place {
         column = owner / 4 * 256 + unit / 8 * 16 + lane % 4 * 2;
     }
 };
+
+constexpr int PIECES = ROW_TILE * LATENT / PIECE;  // of a slot
+
+// Adds the pieces and weights of every `step`-th slot from `slot` on, COUNT of them in flight.
+template <int COUNT>
+__device__ __forceinline__ void gather(Mean (&mean)[2], const uint4* pieces,
+                                       const float* partial_lse, int row, int slot, int end,
+                                       int step) {
+    for (; slot < end; slot += step * COUNT) {
+        float weights[COUNT][2];
+        uint4 values[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            weights[k][0] = weights[k][1] = minus_infinity();
+            values[k] = make_uint4(0, 0, 0, 0);
+            const int from = slot + k * step;  // of less than 4,096 slots
+            if (from < end) {
+                weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + row);
+                weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + row + 8);
+                values[k] = __ldcg(pieces + from * PIECES);
+            }
+        }
+        float largest[2] = {weights[0][0], weights[0][1]};
+#pragma unroll
+        for (int k = 1; k < COUNT; ++k) {
+            largest[0] = fmaxf(largest[0], weights[k][0]);
+            largest[1] = fmaxf(largest[1], weights[k][1]);
+        }
+        mean[0].raise(largest[0]);
+        mean[1].raise(largest[1]);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            mean[0].add(weights[k][0], values[k].x, values[k].z);
+            mean[1].add(weights[k][1], values[k].y, values[k].w);
+        }
+    }
+}
 
 // What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
 using Share = float[2][6][32];
@@ -999,7 +1465,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                         const int* __restrict__ combine_tiles, int tiles,
                         const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
-    constexpr int PIECES = ROW_TILE * LATENT / PIECE;
     SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -1016,34 +1481,11 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
-        for (int slot = turn.begin + (warp & (sharing - 1)); slot < end;
-             slot += sharing * COMBINE_UNROLL) {
-            float weights[COMBINE_UNROLL][2];
-            uint4 values[COMBINE_UNROLL];
-#pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                weights[k][0] = weights[k][1] = minus_infinity();
-                values[k] = make_uint4(0, 0, 0, 0);
-                const int from = slot + k * sharing;  // of less than 4,096 slots
-                if (from < end) {
-                    weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + own.row);
-                    weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + own.row + 8);
-                    values[k] = __ldcg(pieces + from * PIECES);
-                }
-            }
-            float largest[2] = {weights[0][0], weights[0][1]};
-#pragma unroll
-            for (int k = 1; k < COMBINE_UNROLL; ++k) {
-                largest[0] = fmaxf(largest[0], weights[k][0]);
-                largest[1] = fmaxf(largest[1], weights[k][1]);
-            }
-            mean[0].raise(largest[0]);
-            mean[1].raise(largest[1]);
-#pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                mean[0].add(weights[k][0], values[k].x, values[k].z);
-                mean[1].add(weights[k][1], values[k].y, values[k].w);
-            }
+        const int first = turn.begin + (warp & (sharing - 1));
+        if (COMBINE_FEW < COMBINE_UNROLL && turn.end - turn.begin <= COMBINE_FEW * sharing) {
+            gather<COMBINE_FEW>(mean, pieces, partial_lse, own.row, first, end, sharing);
+        } else {
+            gather<COMBINE_UNROLL>(mean, pieces, partial_lse, own.row, first, end, sharing);
         }
         // asked for again: registers are for what is in flight
         const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};

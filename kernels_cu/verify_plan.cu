@@ -32,15 +32,23 @@
 // teams, of twice the blocks: two blocks take the same entries, one for each half of V's columns. It
 // shortens steps that are too short to be cut for all blocks.
 //
+// Tails. With TAIL_COST above 0 and more than one block, up to TAIL_ROWS query rows behind a request's
+// whole row tiles are a tail, its last row tile: some texts need little more than reading the KV rows
+// for so few. R_b does not count tails; they have teams of one block, an axis and cuts of their own, by
+// the same rule but without halves. Row tiles get M = floor(num_ctas x 16 A / ((16 A + TAIL_COST x B) x
+// width)) teams, one at least, for A and B the cost of all row tiles and of all tails; tails get the
+// other blocks. `width` is chosen as if there were one block fewer.
+//
 // Outputs
 //   work            entries of one piece side by side, one for each row tile of its bundle; pieces
 //                   in the order of the axis; what is not used is -1
 //   cta_work        block c = k x width + j takes the entries first, first + step, ... below end:
 //                   row tile j of each of its team's bundles; the fourth word is 0. With halves, the
 //                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
-//                   the columns, 2 for the second
-//   combine_tiles   the row tiles of more than one piece, in order; combine_indptr bounds their
-//                   partial slots, which are numbered from 0 without gaps, row tile by row tile
+//                   the columns, 2 for the second. The last blocks take tails: 3
+//   combine_tiles   the row tiles of more than one piece, in order, tails behind all others;
+//                   combine_indptr bounds their partial slots, which are numbered from 0 without
+//                   gaps, row tile by row tile
 //   status          [0] PLANNED or what is wrong, [1] the request, [2] low and [3] high word of the
 //                   value at fault
 // Every output is written completely by every launch, by whole numbers only: the same inputs always
@@ -97,6 +105,10 @@
 #ifndef HALVES_ROWS
 #define HALVES_ROWS 0
 #endif
+// what a KV row costs in a tail, in sixteenths; 0: tails are row tiles like others
+#ifndef TAIL_COST
+#define TAIL_COST 0
+#endif
 #ifndef PLAN_THREADS
 #define PLAN_THREADS 256
 #endif
@@ -110,6 +122,8 @@ constexpr unsigned NO_FAULT = 0xffffffffu;
 
 constexpr int ROW_TILE = 64;
 constexpr int TILE = 16;
+constexpr int TAIL_ROWS = 8;
+constexpr int TAILS = 3;  // what cta_work says of blocks that take them
 constexpr int MAX_TREE = 256;
 constexpr long long MAX_ROWS = 0x7fffffff - MAX_TREE;                        // of one prefix
 constexpr int MAX_ROW_TILES = (MAX_TREE * HEADS + ROW_TILE - 1) / ROW_TILE;  // of one request
@@ -117,7 +131,8 @@ constexpr int MAX_ROW_TILES = (MAX_TREE * HEADS + ROW_TILE - 1) / ROW_TILE;  // 
 static_assert(PLAN_THREADS % 32 == 0 && PLAN_THREADS <= 1024, "whole warps, one block");
 static_assert(LEAST_ROWS % TILE == 0 && LEAST_ROWS >= TILE, "cuts are multiples of a tile");
 static_assert(GRAIN % TILE == 0 && GRAIN >= TILE, "a team's share is whole tiles");
-static_assert(START_ROWS >= 0 && ROOT_HALVES >= 0 && HALVES_ROWS >= 0, "costs are not negative");
+static_assert(START_ROWS >= 0 && ROOT_HALVES >= 0 && HALVES_ROWS >= 0 && TAIL_COST >= 0,
+              "costs are not negative");
 
 constexpr int PLANNED = 0;
 constexpr int BAD_LENGTH = 1;      // seq_lens[b] is negative or too large
@@ -133,7 +148,12 @@ struct Request {
     int tokens, prefix;
     long long start;  // of its first bundle on the axis
 
-    __device__ int row_tiles() const { return (tokens * HEADS + ROW_TILE - 1) / ROW_TILE; }
+    // Without a tail of up to `tail_rows`.
+    __device__ int row_tiles(int tail_rows) const {
+        const int rows = tokens * HEADS;
+        return max((rows + ROW_TILE - 1 - tail_rows) / ROW_TILE, rows > 0 ? 1 : 0);
+    }
+    __device__ int tails(int tail_rows) const { return row_tiles(0) - row_tiles(tail_rows); }
     __device__ long long rows() const { return static_cast<long long>(prefix) + tokens; }
     __device__ long long cost() const { return START_ROWS + rows(); }  // of a bundle
 };
@@ -217,21 +237,30 @@ struct Totals {
 
 // What requests add up to.
 struct Sums {
-    long long cost;  // of all row tiles
+    long long cost;       // of all row tiles
+    long long tail_cost;  // of all tails
     int row_tiles;
+    int tails;
     unsigned listed;  // rows of the prefixes; all ones where they are more than that
 
-    __device__ static Sums of(const Request& request) {
-        return {request.row_tiles() * request.cost(), request.row_tiles(),
+    __device__ static Sums of(const Request& request, int tail_rows) {
+        const int row_tiles = request.row_tiles(tail_rows);
+        const int tails = request.tails(tail_rows);
+        return {row_tiles * request.cost(), tails * request.cost(), row_tiles, tails,
                 static_cast<unsigned>(request.prefix)};
     }
     __device__ void add(const Sums& other) {
         cost += other.cost;
+        tail_cost += other.tail_cost;
         row_tiles += other.row_tiles;
+        tails += other.tails;
         listed = min(listed, ~other.listed) + other.listed;
     }
     __device__ Sums shuffled(int lane) const {
-        return {__shfl_sync(ALL_LANES, cost, lane), __shfl_sync(ALL_LANES, row_tiles, lane),
+        return {__shfl_sync(ALL_LANES, cost, lane),
+                TAIL_COST > 0 ? __shfl_sync(ALL_LANES, tail_cost, lane) : 0,
+                __shfl_sync(ALL_LANES, row_tiles, lane),
+                TAIL_COST > 0 ? __shfl_sync(ALL_LANES, tails, lane) : 0,
                 __shfl_sync(ALL_LANES, listed, lane)};
     }
     // Over this lane and all before it in its warp, of which the first `count` have something.
@@ -248,7 +277,7 @@ struct Sums {
 };
 
 // Row tiles that divide those of all requests, in one warp.
-__device__ int common_divisor(const Request* requests, int batch) {
+__device__ int common_divisor(const Request* requests, int batch, int tail_rows) {
     const auto greatest = [](int a, int b) {
 #pragma unroll 1
         while (b != 0) {
@@ -261,7 +290,7 @@ __device__ int common_divisor(const Request* requests, int batch) {
     int divisor = 0;
 #pragma unroll 1
     for (int b = static_cast<int>(threadIdx.x) % LANES; b < batch; b += LANES) {
-        divisor = greatest(divisor, requests[b].row_tiles());
+        divisor = greatest(divisor, requests[b].row_tiles(tail_rows));
     }
 #pragma unroll 1
     for (int distance = LANES / 2; distance > 0; distance /= 2) {
@@ -309,14 +338,14 @@ __device__ int width_of(int divisor, int num_ctas) {
 // @param pool_width        value int64                 tokens of such a row
 // @param kv_capacity       value int64                 length of kv_indices
 // @param work              write int32 [max_work, 6]   request, row tile, begin, end, slot, splits
-// @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, half
+// @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, half or tails
 // @param combine_indptr    write int32 [num_ctas + 1]  bounds of each cut row tile's slots
 // @param combine_tiles     write int32 [num_ctas, 2]   request, row tile; -1 behind the last
 // @param kv_indptr?        write int32 [batch + 1]     bounds of each prefix in kv_indices
 // @param kv_indices?       update KV_INDEX [*]         slots of all prefixes
 // @param status            write int32 [4]             code, request, value's low and high word
 // @block PLAN_THREADS
-// @shared 32 * batch + 12 * (num_ctas + 1) + 128
+// @shared 44 * batch + 12 * (num_ctas + 1) + 128
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     verify_plan(const SEQ_INDEX* __restrict__ seq_lens, const QO_INDEX* __restrict__ qo_indptr,
                 const POOL_INDEX* __restrict__ req_pool_indices,
@@ -327,7 +356,9 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                 KV_INDEX* __restrict__ kv_indices, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, Request, requests, batch + 1);
-    CARVE(cursor, long long, places, batch);      // of each prefix in req_to_token, less its bound
+    CARVE(cursor, long long, places, batch);       // of each prefix in req_to_token, less its bound
+    CARVE(cursor, long long, tail_starts, batch);  // as those of requests
+    CARVE(cursor, int, tail_ordinals, batch);
     CARVE(cursor, int, ordinals, batch);          // bundles before each request
     CARVE(cursor, int, bounds, batch + 1);        // of the prefixes
     CARVE(cursor, unsigned, kept, num_ctas + 1);  // before each cut: kept ones, their bundles << 16
@@ -347,7 +378,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     }
 
     // Read and judge.
-    Sums all = {0, 0, 0};
+    const int tail_rows = TAIL_COST > 0 && num_ctas > 1 ? TAIL_ROWS : 0;
+    Sums all = {};
     unsigned fault = NO_FAULT;
     int fewest = MAX_ROW_TILES + 1;
     int most = 0;
@@ -379,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
                 row = 0;
             }
         }
-        Sums own = Sums::of(request);
+        Sums own = Sums::of(request, tail_rows);
         const int count = min(batch - first, PLAN_THREADS);
         const int last = min(count, LANES) - 1;  // lane, of a warp that has requests
         own.accumulate(last + 1);
@@ -392,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         of_warps.accumulate(warps);
         Sums before = of_warps.shuffled(max(warp - 1, 0));
         if (warp == 0) {
-            before = {0, 0, 0};
+            before = {};
         }
         before.add(all);
         own.add(before);
@@ -401,13 +433,15 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             if (request.prefix > 0 && own.listed > kv_capacity) {
                 fault = min(fault, static_cast<unsigned>(b * CODES + BAD_CAPACITY));
             }
-            const int row_tiles = request.row_tiles();
+            const int row_tiles = request.row_tiles(tail_rows);
             fewest = row_tiles > 0 ? min(fewest, row_tiles) : fewest;
             most = max(most, row_tiles);
             longest = max(longest, static_cast<int>(request.rows()));
             request.start = own.cost - row_tiles * request.cost();
             requests[b] = request;
             ordinals[b] = own.row_tiles - row_tiles;  // of row tiles, not yet of bundles
+            tail_ordinals[b] = own.tails - request.tails(tail_rows);
+            tail_starts[b] = own.tail_cost - request.tails(tail_rows) * request.cost();
             bounds[b + 1] = static_cast<int>(min(static_cast<long long>(own.listed), kv_capacity));
             places[b] = row * row_stride - (own.listed - request.prefix);
         }
@@ -492,139 +526,166 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         }
     }
 
-    // Teams: how wide, how many, and how much is for each.
-    const int divisor = !planned                       ? 0
-                        : totals.fewest == totals.most ? totals.most
-                                                       : common_divisor(requests, batch);
-    const int width = width_of(divisor, num_ctas);
-    const int bundles = planned ? all.row_tiles / width : 0;
-    const double of_width = 1.0 / width;  // of numbers that are multiples of it
-    const auto narrowed = [&](long long cost) {
-        return static_cast<long long>(rint(static_cast<double>(cost) * of_width));
-    };
-    const long long axis = planned ? narrowed(all.cost) : 0;
-#pragma unroll 1
-    for (int b = thread; b < batch; b += PLAN_THREADS) {
-        requests[b].start = narrowed(requests[b].start);
-        ordinals[b] /= width;
-    }
-    const int all_teams = num_ctas / width;
+    const int tails = planned ? all.tails : 0;
     const long long root =
         (ROOT_HALVES * integer_root(static_cast<unsigned>(planned ? totals.longest : 0)) + 1) / 2;
-    int blocks = HALVES_ROWS > 0 && all_teams >= 2 ? 2 : 1;  // that take the same entries
-    int teams;
-    long long share;
+    int first_cta = 0;  // of the part, and what others have of the outputs before it
+    int first_entry = 0;
+    int first_slot = 0;
+    int first_tile = 0;
+    // Row tiles, then tails.
 #pragma unroll 1
-    for (;; --blocks) {
-        teams = all_teams / blocks;
-        share = long_quotient(axis + teams - 1, teams);
-        share = max(max(share, root), static_cast<long long>(LEAST_ROWS));
-        share = share > 8 * GRAIN ? (share + TILE - 1) / TILE * TILE
-                                  : (static_cast<int>(share) + GRAIN - 1) / GRAIN * GRAIN;
-        if (blocks == 1 || share <= HALVES_ROWS) {
-            break;
-        }
-    }
-    __syncthreads();
-
-    // The cuts that are kept.
-    unsigned counted = 0;
-#pragma unroll 1
-    for (int first = 0; first < teams; first += PLAN_THREADS) {
-        const int cut = first + thread;
-        const long long at = cut * share;
-        unsigned here = 0;
-        if (cut < teams) {
-            int bundle = -1;
-            int beginning = bundles;
-            if (at < axis) {
-                const int b = find(batch, at, [&](int i) { return requests[i].start; });
-                const Request request = requests[b];
-                const int number = quotient(at - request.start, request.cost());
-                const Bundle own(request, number, share);
-                // earlier bundles end in front of this team's share, later ones begin in it
-                beginning = ordinals[b] + number + (own.team < cut ? 1 : 0);
-                if (own.first_cut <= cut && cut <= own.last_cut) {
-                    bundle = ordinals[b] + number;
-                    here = cut == own.first_cut ? 1u << 16 | 1u : 1u;
-                }
+    for (int part = 0; part < (tails > 0 ? 2 : 1); ++part) {
+        // Teams: how wide, how many, and how much is for each.
+        int width = 1;
+        int ctas = num_ctas - first_cta;
+        if (part == 0) {
+            const int divisor = !planned ? 0
+                                : totals.fewest == totals.most
+                                    ? totals.most
+                                    : common_divisor(requests, batch, tail_rows);
+            width = width_of(divisor, tails > 0 ? num_ctas - 1 : num_ctas);
+            if (tails > 0) {
+                const long long whole = 16 * all.cost + TAIL_COST * all.tail_cost;
+                ctas = max(quotient(num_ctas * 16 * all.cost, whole * width), 1) * width;
             }
-            cut_bundles[cut] = bundle;
-            firsts[cut] = beginning;
         }
-        unsigned sum;
-        const unsigned end = counted + block::inclusive_sum(here, scratch, sum);
-        counted += sum;
-        if (cut < teams) {
-            kept[cut] = end - here;
+        const int bundles = part == 1 ? tails : planned ? all.row_tiles / width : 0;
+        const double of_width = 1.0 / width;  // of numbers that are multiples of it
+        const auto narrowed = [&](long long cost) {
+            return static_cast<long long>(rint(static_cast<double>(cost) * of_width));
+        };
+        const long long axis = part == 1 ? all.tail_cost : planned ? narrowed(all.cost) : 0;
+        __syncthreads();  // nobody reads what the part before has in shared memory
+#pragma unroll 1
+        for (int b = thread; b < batch; b += PLAN_THREADS) {
+            requests[b].start = part == 1 ? tail_starts[b] : narrowed(requests[b].start);
+            ordinals[b] = part == 1 ? tail_ordinals[b] : ordinals[b] / width;
         }
-    }
-    if (thread == 0) {
-        kept[teams] = counted;
-        firsts[teams] = bundles;
-    }
-    __syncthreads();
+        const int all_teams = ctas / width;
+        int blocks =
+            HALVES_ROWS > 0 && part == 0 && all_teams >= 2 ? 2 : 1;  // that take the same entries
+        int teams;
+        long long share;
+#pragma unroll 1
+        for (;; --blocks) {
+            teams = all_teams / blocks;
+            share = long_quotient(axis + teams - 1, teams);
+            share = max(max(share, root), static_cast<long long>(LEAST_ROWS));
+            share = share > 8 * GRAIN ? (share + TILE - 1) / TILE * TILE
+                                      : (static_cast<int>(share) + GRAIN - 1) / GRAIN * GRAIN;
+            if (blocks == 1 || share <= HALVES_ROWS) {
+                break;
+            }
+        }
+        __syncthreads();
 
-    // Write the pieces, one row tile a thread: those that begin their bundles, and those of the cuts.
+        // The cuts that are kept.
+        unsigned counted = 0;
 #pragma unroll 1
-    for (int i = thread; i < (bundles + teams) * width; i += PLAN_THREADS) {
-        const int item = i / width;
-        const int side = i - item * width;
-        const bool is_first = item < bundles;
-        const int ordinal = is_first ? item : cut_bundles[item - bundles];
-        if (ordinal < 0) {
-            continue;
+        for (int first = 0; first < teams; first += PLAN_THREADS) {
+            const int cut = first + thread;
+            const long long at = cut * share;
+            unsigned here = 0;
+            if (cut < teams) {
+                int bundle = -1;
+                int beginning = bundles;
+                if (at < axis) {
+                    const int b = find(batch, at, [&](int i) { return requests[i].start; });
+                    const Request request = requests[b];
+                    const int number = quotient(at - request.start, request.cost());
+                    const Bundle own(request, number, share);
+                    // earlier bundles end in front of this team's share, later ones begin in it
+                    beginning = ordinals[b] + number + (own.team < cut ? 1 : 0);
+                    if (own.first_cut <= cut && cut <= own.last_cut) {
+                        bundle = ordinals[b] + number;
+                        here = cut == own.first_cut ? 1u << 16 | 1u : 1u;
+                    }
+                }
+                cut_bundles[cut] = bundle;
+                firsts[cut] = beginning;
+            }
+            unsigned sum;
+            const unsigned end = counted + block::inclusive_sum(here, scratch, sum);
+            counted += sum;
+            if (cut < teams) {
+                kept[cut] = end - here;
+            }
         }
-        const int b = find(batch, ordinal, [&](int at) { return ordinals[at]; });
-        const int number = ordinal - ordinals[b];
-        const Bundle bundle(requests[b], number, share);
-        const int cut = is_first ? bundle.first_cut - 1 : item - bundles;
-        const int cuts = bundle.cuts();
-        const unsigned earlier = kept[min(bundle.first_cut, teams)];
-        const int ahead = static_cast<int>(earlier & 0xffffu);  // kept cuts of earlier bundles
-        const int cut_ahead = static_cast<int>(earlier >> 16);  // those of them that are cut
-        const int within = cut - bundle.first_cut + 1;
-        const int slots = width * (ahead + cut_ahead) + side * (cuts + 1);
-        const int row_tile = number * width + side;
-        int* to = work + (static_cast<long long>(ordinal + ahead + within) * width + side) * 6;
-        to[0] = b;
-        to[1] = row_tile;
-        to[2] = is_first ? 0 : bundle.row(cut, share);
-        to[3] = bundle.row(cut + 1, share);
-        to[4] = cuts == 0 ? -1 : slots + within;
-        to[5] = cuts + 1;
-        if (is_first && cuts > 0) {
-            const int tile = width * cut_ahead + side;
-            combine_tiles[2 * tile] = b;
-            combine_tiles[2 * tile + 1] = row_tile;
-            combine_indptr[tile] = slots;
+        if (thread == 0) {
+            kept[teams] = counted;
+            firsts[teams] = bundles;
         }
-    }
+        __syncthreads();
 
-    // Each team's entries: pieces of the cuts before it, and those that begin bundles.
-    const auto pieces_before = [&](int team) {
-        return static_cast<int>(kept[team] & 0xffffu) + firsts[team];
-    };
+        // Write the pieces, one row tile a thread: those that begin their bundles, and those of the cuts.
 #pragma unroll 1
-    for (int cta = thread; cta < num_ctas; cta += PLAN_THREADS) {
-        const int place = cta / blocks;  // among the teams' row tiles
-        const int team = place / width;
-        const int side = place - team * width;
-        int* to = cta_work + cta * 4;
-        to[0] = team < teams ? pieces_before(team) * width + side : 0;
-        to[1] = team < teams ? pieces_before(team + 1) * width : 0;
-        to[2] = width;
-        to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
+        for (int i = thread; i < (bundles + teams) * width; i += PLAN_THREADS) {
+            const int item = i / width;
+            const int side = i - item * width;
+            const bool is_first = item < bundles;
+            const int ordinal = is_first ? item : cut_bundles[item - bundles];
+            if (ordinal < 0) {
+                continue;
+            }
+            const int b = find(batch, ordinal, [&](int at) { return ordinals[at]; });
+            const int number = ordinal - ordinals[b];
+            const Bundle bundle(requests[b], number, share);
+            const int cut = is_first ? bundle.first_cut - 1 : item - bundles;
+            const int cuts = bundle.cuts();
+            const unsigned earlier = kept[min(bundle.first_cut, teams)];
+            const int ahead = static_cast<int>(earlier & 0xffffu);  // kept cuts of earlier bundles
+            const int cut_ahead = static_cast<int>(earlier >> 16);  // those of them that are cut
+            const int within = cut - bundle.first_cut + 1;
+            const int slots = first_slot + width * (ahead + cut_ahead) + side * (cuts + 1);
+            const int row_tile =
+                part == 1 ? requests[b].row_tiles(tail_rows) : number * width + side;
+            int* to =
+                work +
+                (first_entry + static_cast<long long>(ordinal + ahead + within) * width + side) * 6;
+            to[0] = b;
+            to[1] = row_tile;
+            to[2] = is_first ? 0 : bundle.row(cut, share);
+            to[3] = bundle.row(cut + 1, share);
+            to[4] = cuts == 0 ? -1 : slots + within;
+            to[5] = cuts + 1;
+            if (is_first && cuts > 0) {
+                const int tile = first_tile + width * cut_ahead + side;
+                combine_tiles[2 * tile] = b;
+                combine_tiles[2 * tile + 1] = row_tile;
+                combine_indptr[tile] = slots;
+            }
+        }
+
+        // Each team's entries: pieces of the cuts before it, and those that begin bundles.
+        const auto pieces_before = [&](int team) {
+            return static_cast<int>(kept[team] & 0xffffu) + firsts[team];
+        };
+#pragma unroll 1
+        for (int cta = thread; cta < ctas; cta += PLAN_THREADS) {
+            const int place = cta / blocks;  // among the teams' row tiles
+            const int team = place / width;
+            const int side = place - team * width;
+            int* to = cta_work + (first_cta + cta) * 4;
+            to[0] = team < teams ? first_entry + pieces_before(team) * width + side : 0;
+            to[1] = team < teams ? first_entry + pieces_before(team + 1) * width : 0;
+            to[2] = width;
+            to[3] = part == 1 ? TAILS : team < teams && blocks == 2 ? cta % 2 + 1 : 0;
+        }
+        const int kept_cuts = static_cast<int>(counted & 0xffffu);
+        const int cut_tiles = width * static_cast<int>(counted >> 16);
+        first_cta += ctas;
+        first_entry += (bundles + kept_cuts) * width;
+        first_slot += width * kept_cuts + cut_tiles;
+        first_tile += cut_tiles;
     }
-    const int kept_cuts = static_cast<int>(counted & 0xffffu);
-    const int cut_tiles = width * static_cast<int>(counted >> 16);
 #pragma unroll 1
-    for (int i = (bundles + kept_cuts) * width * 6 + thread; i < max_work * 6; i += PLAN_THREADS) {
+    for (int i = first_entry * 6 + thread; i < max_work * 6; i += PLAN_THREADS) {
         work[i] = -1;
     }
 #pragma unroll 1
-    for (int tile = cut_tiles + thread; tile <= num_ctas; tile += PLAN_THREADS) {
-        combine_indptr[tile] = width * kept_cuts + cut_tiles;
+    for (int tile = first_tile + thread; tile <= num_ctas; tile += PLAN_THREADS) {
+        combine_indptr[tile] = first_slot;
         if (tile < num_ctas) {
             combine_tiles[2 * tile] = combine_tiles[2 * tile + 1] = -1;
         }

@@ -127,6 +127,9 @@ PLANTED = [
     Mutant("an entry is done twice", PLAN, "pieces_before(team + 1) * width : 0;", "pieces_before(team + 1) * width + width : 0;", ("race", "out-of-bounds", "numbers")),
     Mutant("halves are not told apart", PLAN, "blocks == 2 ? cta % 2 + 1 : 0", "false ? 1 : 0", ("race",)),
     Mutant("halves of several teams meet", PLAN, "const int place = cta / blocks;", "const int place = cta - cta % 2;", ("numbers", "race")),
+    Mutant("tails are taken for row tiles", PLAN, "part == 1 ? requests[b].row_tiles(tail_rows) : number", "number", ("numbers", "race")),
+    Mutant("entries of tails replace others", PLAN, "first_entry += (bundles + kept_cuts) * width;", "", ("numbers", "race")),
+    Mutant("partials of tails replace others", PLAN, "first_slot += width * kept_cuts + cut_tiles;", "", ("numbers", "race")),
     Mutant("bounds of the prefixes are not sums", PLAN, "all.add(of_warps.shuffled(warps - 1));", "", ("numbers", "status", "out-of-bounds")),
 ]  # fmt: skip
 
@@ -149,6 +152,8 @@ STEPS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", batch_of([300], [24], latent=16, spread=4.0), {"num_ctas": 24, "combine_ctas": 2}),
     # two blocks an entry
     ("", batch_of([60, 20], [9, 9], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "HALVES_ROWS": 4096}}),
+    # tails beside row tiles, with and without pieces
+    ("", batch_of([150, 0, 60], [17, 9, 3], latent=16), {"num_ctas": 7, "plan_values": {**FINE, "TAIL_COST": 8}}),
     # codes beside rows of the tree's own
     (CODES, batch_of([110], [17], latent=16, draft_source="separate", kv_scale=0.07, masks="any"), {"num_ctas": 2}),
     # more requests than verify_plan has threads

@@ -109,6 +109,7 @@ class Planned:
             "ROOT_HALVES": "root_halves",
             "HALVES_ROWS": "halves_rows",
             "GRAIN": "grain",
+            "TAIL_COST": "tail_cost",
         }
         return oracle.verify_plan(
             read(self.lens),
@@ -158,6 +159,8 @@ knobs = st.sampled_from(
         dict(VARIANTS["sm90"].plan),
         {"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48},
         {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0, "HALVES_ROWS": 64},
+        {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0, "TAIL_COST": 8},
+        {"START_ROWS": 144, "GRAIN": 48, "HALVES_ROWS": 240, "TAIL_COST": 24},
     ]
 )
 
@@ -187,6 +190,15 @@ WRITTEN = [
     ("halves of teams of two", [1000, 70], [9, 16], {"num_ctas": 45, "values": {"HALVES_ROWS": 900}}),
     ("too long for halves", [50_000], [8], {"num_ctas": 132, "values": {"HALVES_ROWS": 320}}),
     ("nothing to halve", [0, 0], [0, 0], {"num_ctas": 5, "values": {"HALVES_ROWS": 320}}),
+    ("a tail", [60_000], [33], {"num_ctas": 132, "values": {"TAIL_COST": 9}}),
+    ("tails and others", [60_000, 3000, 0, 500], [33, 8, 17, 1], {"num_ctas": 132, "values": {"TAIL_COST": 9}}),
+    ("tails without prefixes", [0, 0, 0], [9, 9, 9], {"num_ctas": 7, "values": {"TAIL_COST": 9}}),
+    ("tails beside halves", [1000], [17], {"num_ctas": 132, "values": {"TAIL_COST": 9, "HALVES_ROWS": 240}}),
+    ("many tails", [400] * 300, [9, 2, 65] * 100, {"num_ctas": 20, "values": {"TAIL_COST": 9}}),
+    ("no block for a tail alone", [500, 70], [9, 9], {"num_ctas": 1, "values": {"TAIL_COST": 9}}),
+    ("a tail and two blocks", [500, 70], [33, 33], {"num_ctas": 2, "values": {"TAIL_COST": 9}}),
+    ("costly tails", [5000, 70], [9, 17], {"num_ctas": 40, "values": {"TAIL_COST": 4000}}),
+    ("a long tail", [2**31 - 257], [9], {"num_ctas": 132, "values": {"TAIL_COST": 9}}),
     ("all of them long", [200_000] * 64, [64] * 64, {"num_ctas": 132, "heads": 16}),
 ]  # fmt: skip
 

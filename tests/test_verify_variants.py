@@ -32,6 +32,7 @@ from attention_steps import FINE, VerifyStep, batch_of, bf16, dense
 
 gpu = pytest.mark.gpu
 HALVES = {**FINE, "HALVES_ROWS": 1 << 20}
+TAILS = {**FINE, "TAIL_COST": 8}
 REAL = {"latent": 512, "rope": 64}
 
 
@@ -149,6 +150,13 @@ def test_its_header_has_no_host_twin() -> None:
         kernel(1, 1, np.zeros(1, np.int32))
 
 
+def test_a_text_that_knows_no_tails_follows_a_plan_with_some() -> None:
+    step = VerifyStep(batch_of([300, 37, 90], [9, 3, 17]), num_ctas=7, plan_values=TAILS)
+    step()
+    assert (step.plan.workspace.cta_work[:, 3] == 3).any()
+    assert step.wrong() == []
+
+
 # --- resources -----------------------------------------------------------------------------------
 
 
@@ -221,11 +229,14 @@ def in_order_of_accumulators(rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
         "sixteen share",
     ],
 )
-def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> None:
+@pytest.mark.parametrize("values", [{}, dict(VARIANTS["sm90"].lone)], ids=["many", "lone"])
+def test_merging_partials(
+    splits: list[int], tokens: list[int], blocks: int, values: dict[str, int]
+) -> None:
     rng = np.random.default_rng(sum(splits))
     slots, requests, room = sum(splits), len(splits), len(splits) + 3
-    values = rng.standard_normal((slots, 64, 512)).astype(np.float32)
-    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    numbers = rng.standard_normal((slots, 64, 512)).astype(np.float32)
+    bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
     weights = (3 * rng.standard_normal((slots, 64))).astype(np.float32)
     weights[rng.random((slots, 64)) < 0.2] = -np.inf
     weights[: splits[0], 9] = -np.inf  # a row that sees nothing
@@ -239,7 +250,7 @@ def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> 
     out = np.full((sum(tokens), 8, 512), 0x7FFF, np.uint16)
     lse = np.full((sum(tokens), 8), 7.0, np.float32)
     partials = np.stack([in_order_of_accumulators(slot) for slot in bits])
-    kernel = merge_on_the_host_lane()
+    kernel = merge_on_the_host_lane(**values)
     with cuverify.checked(schedule="random", seed=3, max_accesses=100_000_000):
         kernel(
             blocks, 512, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse
@@ -286,14 +297,17 @@ def assert_right(batch: VerifyBatch, variant: VariantName, **how: Any) -> Verify
 
 
 @gpu
-@pytest.mark.parametrize("plan_values", [FINE, HALVES, None], ids=["fine", "halves", "own"])
+@pytest.mark.parametrize(
+    "plan_values", [FINE, HALVES, TAILS, None], ids=["fine", "halves", "tails", "own"]
+)
 def test_real_columns(variant: VariantName, plan_values: dict[str, int] | None) -> None:
     how = {"plan_values": plan_values}
-    for tree in (1, 8, 9, 33, 64, 65, 256):
+    for tree in (1, 8, 9, 17, 33, 64, 65, 129, 256):
         assert_right(batch_of([300, 37], [tree, 3], **REAL), variant, num_ctas=9, **how)
     for prefix in (0, 1, 47, 48, 49, 63, 95, 96, 97, 144, 145):
         assert_right(batch_of([prefix], [5], **REAL), variant, num_ctas=1, **how)
-        assert_right(batch_of([prefix], [70], **REAL), variant, num_ctas=3, **how)
+        for tree in (33, 70):
+            assert_right(batch_of([prefix], [tree], **REAL), variant, num_ctas=3, **how)
     for heads in (16, 24, 64, 128):
         assert_right(batch_of([130, 5], [3, 9], heads=heads, **REAL), variant, **how)
     for source in ("slots", "separate"):
@@ -309,7 +323,8 @@ def test_real_columns(variant: VariantName, plan_values: dict[str, int] | None) 
 def test_sharp_rows(variant: VariantName) -> None:
     for scale, spread in ((1e-6, 1.0), (0.5, 2.0), (0.07, 8.0)):
         batch = batch_of([900, 50], [9, 17], sm_scale=scale, spread=spread, **REAL)
-        assert_right(batch, variant, num_ctas=5)
+        for plan_values in (FINE, TAILS):
+            assert_right(batch, variant, num_ctas=5, plan_values=plan_values)
 
 
 OTHER_TYPES: list[tuple[VariantName, int, ElementType, float | None]] = [
@@ -329,12 +344,13 @@ def test_other_types_eager_and_captured(
 
     kind: dict[str, Any] = {"heads": heads, "dtype": dtype, "kv_scale": kv_scale, **REAL}
     lens = [[700, 20, 130], [3, 400, 48]] if heads == 8 else [[170, 20, 60], [3, 130, 48]]
-    for source in ("slots", "separate"):
+    for source, plan_values in (("slots", FINE), ("separate", TAILS)):
         batches = [
             batch_of(some, [9, 4, 17], seed=seed, num_slots=1000, draft_source=source, **kind)
             for seed, some in enumerate(lens)
         ]
-        step = VerifyStep(batches[0], "torch-cuda", variant=variant, num_ctas=40, gather=True)
+        how: dict[str, Any] = {"num_ctas": 40, "plan_values": plan_values, "gather": True}
+        step = VerifyStep(batches[0], "torch-cuda", variant=variant, **how)
         step()
         assert step.wrong() == []
         graph = torch.cuda.CUDAGraph()
@@ -348,10 +364,13 @@ def test_other_types_eager_and_captured(
 
 
 @gpu
+@pytest.mark.parametrize("plan_values", [FINE, TAILS], ids=["fine", "tails"])
 @pytest.mark.parametrize("slot", [-1, 10**6, -(2**40), 2**62])
-def test_slots_outside_the_pool_are_never_read(variant: VariantName, slot: int) -> None:
+def test_slots_outside_the_pool_are_never_read(
+    variant: VariantName, slot: int, plan_values: dict[str, int]
+) -> None:
     batch = batch_of([140, 140], [9, 9], index_dtype="int64", **REAL)
-    step = VerifyStep(batch, "torch-cuda", num_ctas=4, variant=variant)
+    step = VerifyStep(batch, "torch-cuda", num_ctas=4, variant=variant, plan_values=plan_values)
     step.tensors["kv_indices"][145] = slot  # of the second request's prefix
     step.tensors["out_cache_loc"][8] = slot  # the first request's last node
     step()
@@ -367,7 +386,7 @@ def test_slots_outside_the_pool_are_never_read(variant: VariantName, slot: int) 
 
 
 @gpu
-@pytest.mark.parametrize("plan_values", [FINE, HALVES], ids=["fine", "halves"])
+@pytest.mark.parametrize("plan_values", [FINE, HALVES, TAILS], ids=["fine", "halves", "tails"])
 def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[str, int]) -> None:
     batch = batch_of([3000, 500, 0, 70], [17, 17, 17, 17], **REAL)
     step = assert_right(batch, variant, num_ctas=100, plan_values=plan_values)
@@ -384,7 +403,7 @@ def test_it_repeats_itself_bit_by_bit(variant: VariantName, plan_values: dict[st
 @given(
     batch=verify_batches(max_requests=3, max_seq_len=500, max_tree_tokens=70, widths=((512, 64),)),
     num_ctas=st.sampled_from([1, 7, 132]),
-    plan_values=st.sampled_from([FINE, HALVES, None]),
+    plan_values=st.sampled_from([FINE, HALVES, TAILS, None]),
 )
 def test_drawn_batches_on_hopper(
     batch: VerifyBatch, num_ctas: int, plan_values: dict[str, int] | None

@@ -184,7 +184,7 @@ class PlanWorkspace:
         tile is in one piece), pieces of this row tile. -1 behind the last entry.
     cta_work : tensor, shape (num_ctas, 4)
         The entries that each block takes: first, end, step, and 0, or 1 or 2 where two blocks
-        divide the columns of V.
+        divide the columns of V, or 3 where they are tails: row tiles of at most 8 query rows.
     combine_indptr : tensor, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
     combine_tiles : tensor, shape (num_ctas, 2)

@@ -22,6 +22,12 @@ from cuverify.errors import ArgumentError
 ROW_TILE = 64
 """Query rows, tokens times heads, that one entry of a plan is for."""
 
+TAIL_ROWS = 8
+"""Most query rows of a last row tile that blocks of their own may take: a tail."""
+
+TAILS = 3
+"""What `cta_work` says of those blocks."""
+
 TILE = 16
 MAX_TREE = 256
 
@@ -49,7 +55,7 @@ class Plan:
         tile is in one piece), pieces of this row tile. -1 behind the last entry.
     cta_work : ndarray of int32, shape (num_ctas, 4)
         The entries that each block takes: first, end, step, and 0, or 1 or 2 for the half of V's
-        columns.
+        columns, or `TAILS` where they are tails.
     combine_indptr : ndarray of int32, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
     combine_tiles : ndarray of int32, shape (num_ctas, 2)
@@ -78,6 +84,16 @@ class _Piece(NamedTuple):
     team: int
 
 
+class _Part(NamedTuple):
+    """Row tiles, or tails, and the blocks that take them."""
+
+    pieces: list[_Piece]
+    width: int
+    teams: int
+    halves: bool
+    blocks: int
+
+
 def verify_plan(
     seq_lens: NDArray[Any],
     qo_indptr: NDArray[Any],
@@ -96,6 +112,7 @@ def verify_plan(
     root_halves: int = 3,
     halves_rows: int = 0,
     grain: int = TILE,
+    tail_cost: int = 0,
 ) -> Plan:
     """Plan a step.
 
@@ -127,6 +144,8 @@ def verify_plan(
         The longest range for which two blocks divide the columns of V.
     grain : int
         KV rows that attention multiplies at once.
+    tail_cost : int
+        What a KV row costs in a tail, in sixteenths; where it is 0, tails are like other row tiles.
 
     Returns
     -------
@@ -147,13 +166,39 @@ def verify_plan(
     trees = [end - begin for begin, end in itertools.pairwise(bounds)]
     if not planned:
         lens, trees = [0] * len(lens), [0] * len(trees)
-    width = _team_width([_row_tiles(tree, heads) for tree in trees], num_ctas)
-    teams, quota, halves = _quota(
-        lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
-        halves_rows, grain,
-    )  # fmt: skip
-    pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
-    return _written(pieces, lens, width, teams, halves, num_ctas, max_work, status)
+    tail_rows = TAIL_ROWS if tail_cost > 0 and num_ctas > 1 else 0
+    row_tiles = [_row_tiles(tree, heads, tail_rows) for tree in trees]
+    tails = [_row_tiles(tree, heads) - whole for tree, whole in zip(trees, row_tiles, strict=True)]
+
+    def cost(counts: Sequence[int]) -> int:
+        return sum(
+            count * (start_rows + length + tree)
+            for count, length, tree in zip(counts, lens, trees, strict=True)
+        )
+
+    def part(counts: Sequence[int], firsts: Sequence[int], width: int, blocks: int) -> _Part:
+        axis, rows = cost(counts) // width, halves_rows if counts is row_tiles else 0
+        teams, quota, halves = _quota(
+            axis, lens, trees, blocks // width, least_rows, root_halves, rows, grain
+        )
+        bundles = [
+            (request, first + number * width)
+            for request, (count, first) in enumerate(zip(counts, firsts, strict=True))
+            for number in range(count // width)
+        ]
+        pieces = list(_pieces(lens, trees, bundles, quota, start_rows, least_rows))
+        return _Part(pieces, width, teams, halves, blocks)
+
+    width = _team_width(row_tiles, num_ctas - 1 if any(tails) else num_ctas)
+    blocks = num_ctas
+    if any(tails):
+        whole = 16 * cost(row_tiles)
+        blocks = num_ctas * whole // ((whole + tail_cost * cost(tails)) * width)
+        blocks = max(blocks, 1) * width
+    parts = [part(row_tiles, [0] * len(lens), width, blocks)]
+    if any(tails):
+        parts.append(part(tails, row_tiles, 1, num_ctas - blocks))
+    return _written(parts, lens, num_ctas, max_work, status)
 
 
 def kv_list(
@@ -252,7 +297,8 @@ def faults(
             found.append(f"{name} is in one piece and has slot {pieces[0][2]}")
 
     found.extend(_combine_faults(plan, ranges, max_slots))
-    found.extend(_order_faults(plan, work))
+    rows = [int(end - begin) * heads for begin, end in itertools.pairwise(qo_indptr)]
+    found.extend(_order_faults(plan, work, rows))
     return found
 
 
@@ -281,18 +327,24 @@ def _combine_faults(
             )
 
 
-def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
+def _order_faults(
+    plan: Plan, work: Sequence[tuple[int, ...]], rows: Sequence[int]
+) -> Iterator[str]:
     runs: Counter[int] = Counter()  # two for an entry: one a half of V's columns
     halves: Counter[tuple[int, int]] = Counter()
     for block, (first, end, step, half) in enumerate(plan.cta_work.tolist()):
-        if step < 1 or half not in (0, 1, 2):
+        if step < 1 or half not in (0, 1, 2, TAILS):
             yield f"the step of block {block} is {step}, its half {half}"
             return
         for entry in range(first, end, step):
-            runs[entry] += 2 if half == 0 else 1
+            runs[entry] += 2 if half in (0, TAILS) else 1
             halves[entry, half] += 1
+            if half == TAILS and entry < len(work):
+                request, row_tile = work[entry][:2]
+                if rows[request] - row_tile * ROW_TILE > TAIL_ROWS:
+                    yield f"block {block} takes entry {entry} for a tail"
     for entry in range(len(work)):
-        if runs[entry] != 2 or max(halves[entry, half] for half in range(3)) > 1:
+        if runs[entry] != 2 or max(halves[entry, half] for half in range(TAILS + 1)) > 1:
             yield f"entry {entry} is run {runs[entry] / 2:g} times"
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
@@ -344,8 +396,10 @@ def _status(code: int, request: int, value: int) -> Ints:
     return np.array([code, request, low, high], np.int32)
 
 
-def _row_tiles(tree: int, heads: int) -> int:
-    return -(-tree * heads // ROW_TILE)
+def _row_tiles(tree: int, heads: int, tail_rows: int = 0) -> int:
+    """Return a request's row tiles, without a tail of up to `tail_rows` behind others."""
+    rows = tree * heads
+    return max(-(-(rows - tail_rows) // ROW_TILE), min(rows, 1))
 
 
 def _team_width(row_tiles: Sequence[int], num_ctas: int) -> int:
@@ -359,29 +413,17 @@ def _team_width(row_tiles: Sequence[int], num_ctas: int) -> int:
     return max(fitting) if present else 1
 
 
-def _bundles(trees: Sequence[int], heads: int, width: int) -> list[tuple[int, int]]:
-    return [
-        (request, number * width)
-        for request, tree in enumerate(trees)
-        for number in range(_row_tiles(tree, heads) // width)
-    ]
-
-
 def _quota(
+    axis: int,
     lens: Sequence[int],
     trees: Sequence[int],
-    heads: int,
-    width: int,
     teams: int,
-    start_rows: int,
     least_rows: int,
     root_halves: int,
     halves_rows: int,
     grain: int,
 ) -> tuple[int, int, bool]:
     """Return the teams, the cost that each takes, and whether two blocks share it."""
-    bundles = _bundles(trees, heads, width)
-    axis = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
     longest = max((length + tree for length, tree in zip(lens, trees, strict=True)), default=0)
     root = -(-root_halves * math.isqrt(longest) // 2)
 
@@ -397,15 +439,14 @@ def _quota(
 def _pieces(
     lens: Sequence[int],
     trees: Sequence[int],
-    heads: int,
-    width: int,
+    bundles: Sequence[tuple[int, int]],
     quota: int,
     start_rows: int,
     least_rows: int,
 ) -> Iterator[_Piece]:
     """Walk along the axis of cost, bundle by bundle, and cut."""
     start = 0
-    for request, first_tile in _bundles(trees, heads, width):
+    for request, first_tile in bundles:
         prefix, total = lens[request], lens[request] + trees[request]
         rows_at = start + start_rows  # where the bundle's first KV row lies on the axis
         cuts: list[tuple[int, int]] = []  # team behind the cut, KV row
@@ -429,57 +470,55 @@ def _pieces(
 
 
 def _written(
-    pieces: Sequence[_Piece],
-    lens: Sequence[int],
-    width: int,
-    teams: int,
-    halves: bool,
-    num_ctas: int,
-    max_work: int,
-    status: Ints,
+    parts: Sequence[_Part], lens: Sequence[int], num_ctas: int, max_work: int, status: Ints
 ) -> Plan:
     """Write pieces down in the form that the kernels read."""
-    if len(pieces) * width > max_work:
-        raise ArgumentError("max_work", max_work, f"the plan has {len(pieces) * width} entries")
+    entries = sum(len(part.pieces) * part.width for part in parts)
+    if entries > max_work:
+        raise ArgumentError("max_work", max_work, f"the plan has {entries} entries")
     work = np.full((max_work, 6), -1, np.int32)
+    cta_work = np.zeros((num_ctas, 4), np.int32)
     combine_indptr = np.zeros(num_ctas + 1, np.int32)
     combine_tiles = np.full((num_ctas, 2), -1, np.int32)
-    entry = slots = tiles = 0
-    for piece in pieces:
-        cut = piece.pieces > 1
-        if cut and piece.number == 0:
+    entry = slots = tiles = first_block = 0
+    for number, (pieces, width, teams, halves, blocks) in enumerate(parts):
+        own = Counter(piece.team for piece in pieces)
+        shares = cta_work[first_block : first_block + blocks]
+        first_block += blocks
+        shares[:, 2] = width
+        if number > 0:
+            shares[:, 3] = TAILS
+        before = entry
+        for team in range(teams):
+            end = before + own[team] * width
             for lane in range(width):
-                combine_tiles[tiles] = piece.request, piece.first_tile + lane
-                combine_indptr[tiles] = slots + lane * piece.pieces
-                tiles += 1
-            slots += width * piece.pieces
-        for lane in range(width):
-            slot = slots - (width - lane) * piece.pieces + piece.number if cut else -1
-            work[entry] = (
-                piece.request,
-                piece.first_tile + lane,
-                piece.begin,
-                piece.end,
-                slot,
-                piece.pieces,
-            )
-            entry += 1
+                block, range_ = team * width + lane, (before + lane, end)
+                if halves:
+                    shares[2 * block : 2 * block + 2, :2] = range_
+                    shares[2 * block : 2 * block + 2, 3] = 1, 2
+                else:
+                    shares[block, :2] = range_
+            before = end
+        for piece in pieces:
+            cut = piece.pieces > 1
+            if cut and piece.number == 0:
+                for lane in range(width):
+                    combine_tiles[tiles] = piece.request, piece.first_tile + lane
+                    combine_indptr[tiles] = slots + lane * piece.pieces
+                    tiles += 1
+                slots += width * piece.pieces
+            for lane in range(width):
+                slot = slots - (width - lane) * piece.pieces + piece.number if cut else -1
+                work[entry] = (
+                    piece.request,
+                    piece.first_tile + lane,
+                    piece.begin,
+                    piece.end,
+                    slot,
+                    piece.pieces,
+                )
+                entry += 1
     combine_indptr[tiles:] = slots
-
-    own = Counter(piece.team for piece in pieces)
-    cta_work = np.zeros((num_ctas, 4), np.int32)
-    cta_work[:, 2] = width
-    before = 0
-    for team in range(teams):
-        end = before + own[team]
-        for lane in range(width):
-            block, range_ = team * width + lane, (before * width + lane, end * width)
-            if halves:
-                cta_work[2 * block : 2 * block + 2, :2] = range_
-                cta_work[2 * block : 2 * block + 2, 3] = 1, 2
-            else:
-                cta_work[block, :2] = range_
-        before = end
     return Plan(
         work=work,
         cta_work=cta_work,

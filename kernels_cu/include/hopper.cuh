@@ -76,6 +76,20 @@ __device__ __forceinline__ void sync_warpgroup(int number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
+// The same; gives whether `own` is true in any of them.
+__device__ __forceinline__ bool any_in_warpgroup(int number, bool own) {
+    int any;
+    asm volatile(
+        "{\n.reg .pred own, any;\n"
+        "setp.ne.b32 own, %1, 0;\n"
+        "bar.red.or.pred any, %2, 128, own;\n"
+        "selp.b32 %0, 1, 0, any;\n}"
+        : "=r"(any)
+        : "r"(static_cast<int>(own)), "r"(number)
+        : "memory");
+    return any != 0;
+}
+
 // ---- copies -------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, zeros where `bytes` is 0.
@@ -121,6 +135,14 @@ __device__ __forceinline__ float2 load8(unsigned from) {
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// The same, each transposed.
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row)
                  : "memory");
