@@ -32,8 +32,8 @@ def launched_sources(
     arch : str
         The architecture that chooses, such as ``sm_90a``.
     fixed : mapping, optional
-        Values that narrow the choice: of those sets that have the value only they are left; where
-        none has it, it is put into all of them.
+        Values that narrow the choice: sets with another value of that name fall out, those without
+        any stay. Where no set has the value, it is put into all of them.
 
     Raises
     ------
@@ -42,8 +42,10 @@ def launched_sources(
     """
     found = [values for each in _launched(arch) if each.stem == stem for values in each.values()]
     for name, value in (fixed or {}).items():
-        having = [values for values in found if values.get(name) == value]
-        found = having or [{**values, name: value} for values in found]
+        if any(values.get(name) == value for values in found):
+            found = [values for values in found if values.get(name, value) == value]
+        else:
+            found = [{**values, name: value} for values in found]
     unlike = {tuple(sorted(values.items())): values for values in found}
     return tuple(KernelSource.from_package(stem, values=values) for values in unlike.values())
 
@@ -65,7 +67,7 @@ def survey_launched(
     architectures : sequence of str
         All supported ones when empty.
     fixed : mapping, optional
-        As for `launched_sources`.
+        As for `launched_sources`; of several texts, for those that have such a value.
     save, progress
         As for `cuverify.resources.survey`.
 
@@ -79,7 +81,7 @@ def survey_launched(
     ArgumentError
         An unknown architecture, or a target that is no text of the package.
     SourceError
-        A text has no value of that name.
+        No text has a value of that name.
     """
     for stem in stems:
         if stem not in package_stems():
@@ -89,12 +91,16 @@ def survey_launched(
     chosen = tuple(architectures) or ARCHITECTURES
     for arch in chosen:
         max_shared_bytes(arch)  # refuses what is unknown
-    todo = [
-        pair
+    names = {
+        stem: KernelSource.from_package(stem).known_values().keys()
         for stem in stems or package_stems()
-        for arch in chosen
-        for pair in wanted(launched_sources(stem, arch, fixed), [arch])
-    ]
+    }
+    nobodys = (fixed or {}).keys() - set().union(*names.values())
+    todo = []
+    for stem, known in names.items():
+        own = {n: value for n, value in (fixed or {}).items() if n in known or n in nobodys}
+        for arch in chosen:
+            todo += wanted(launched_sources(stem, arch, own), [arch])
     return survey_of(todo, chosen, with_values=True, save=save, progress=progress)
 
 

@@ -4,7 +4,7 @@
 on a GPU and outside a capture, a stretch of device time between two events. `record_stages` records
 for a while; with the environment variable ``CUVERIFY_STAGES=FILE`` a whole process is recorded and
 a Chrome trace written to FILE at its end. ``{pid}`` in the file's name is the process's number, so
-that each of several writes a file of its own.
+that each of several that are started anew writes a file of its own; a forked one writes none.
 """
 
 from __future__ import annotations
@@ -216,14 +216,20 @@ def _events() -> tuple[Any, Any] | None:
 
 
 def _record_process(file: Path) -> None:
-    file = file.parent / file.name.replace("{pid}", str(os.getpid()))
+    process = os.getpid()
+    file = file.parent / file.name.replace("{pid}", str(process))
     try:
         file.open("a").close()
     except OSError as error:
         raise ArgumentError(VARIABLE, str(file), f"cannot be written: {error.strerror}") from error
     log = StageLog(device=False)  # its trace has host time alone
     _logs.append(log)
-    atexit.register(lambda: file.write_text(json.dumps(log.to_chrome()), encoding="utf-8"))
+
+    def write() -> None:
+        if os.getpid() == process:  # a forked process has this function, too
+            file.write_text(json.dumps(log.to_chrome()), encoding="utf-8")
+
+    atexit.register(write)
 
 
 if os.environ.get(VARIABLE):

@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(WORDS_THREADS, 1)
         long long first = mode == FULL ? mask_indptr[b] : static_cast<long long>(b) * n * columns;
         const long long size = n * (length + columns);
         const bool inside = counts && first >= 0 && first <= mask_bytes - size &&
-                            (mode != FULL || mask_indptr[b + 1] - first == size);
+                            (mode != FULL || mask_indptr[b + 1] == first + size);
         first = inside ? first + node * (length + columns) + length : 0;
         for (int w = 0; w < words; ++w) {
             unsigned halves[2];

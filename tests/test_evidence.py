@@ -20,6 +20,7 @@ from cuverify.evidence import source_tree
 from cuverify.evidence.parts import find_part
 from cuverify.evidence.parts.tests import count_junit
 from cuverify.report import Finding
+from cuverify.resources import processors, threads_of_children
 
 HASH = "0" * 64
 RUN = {"date": "2026-01-02T03:04:05+00:00", "command": "pytest -m gpu -q", "seconds": 12.5}
@@ -527,7 +528,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 def test_good(): pass
-def test_threads_are_shared(): assert int(os.environ["OMP_NUM_THREADS"]) <= 2
+def test_threads_are_shared(): assert os.environ["OMP_NUM_THREADS"] == "SHARE"
 def test_bad(): assert False
 def test_skipped(): pytest.skip("why")
 
@@ -538,12 +539,16 @@ def test_error(broken): pass
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gpu_tests_run_in_a_child_and_are_counted(tree: Path) -> None:
+def test_gpu_tests_run_in_a_child_and_are_counted(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = threads_of_children(max(1, min(12, 3 * processors() // 4)))["OMP_NUM_THREADS"]
     (tree / "pyproject.toml").write_text(
         '[project]\nname = "cuverify"\n[tool.pytest.ini_options]\nmarkers = ["gpu: x"]\n'
         'addopts = ["-p", "no:cacheprovider"]\n'
     )
-    (tree / "tests" / "test_gpu.py").write_text(GPU_TESTS)
+    (tree / "tests" / "test_gpu.py").write_text(GPU_TESTS.replace("SHARE", share))
     (tree / "tests" / "test_a.py").write_text("def test_host(): pass")
     path = evidence.record("tests", root=tree)
     section = evidence.load(path)["sections"]["tests"]

@@ -134,11 +134,12 @@ def lists(number: int) -> None:
         )()  # fmt: skip
         assert status[0] != ListCode.LISTED
     visible = np.zeros((10, 1), np.uint64)
-    bounds[:] = number, -1 - number, number
-    VerifyWords(
-        np.ones(99, np.uint8), np.array([number, 3]), visible, mode="full", mask_indptr=bounds
-    )()
-    assert visible[:, 0].tolist() == [1 << node for node in range(5)] * 2
+    # the second bounds begin where a mask may: only what follows is garbage
+    for lens, given in (([number, 3], [number, -1 - number, number]), ([0, 3], [5, number, 7])):
+        bounds[:] = given
+        mask = np.ones(99, np.uint8)
+        VerifyWords(mask, np.array(lens), visible, mode="full", mask_indptr=bounds)()
+        assert visible[:, 0].tolist() == [1 << node for node in range(5)] * 2
 
 
 @needs_sanitizers

@@ -17,7 +17,8 @@ from cuverify import cases, tuning
 from cuverify.cases import Target
 from cuverify.cli import main
 from cuverify.compile import ARCHITECTURES
-from cuverify.launched import launched_sources
+from cuverify.errors import SourceError
+from cuverify.launched import launched_sources, survey_launched
 from cuverify.launches import Launch
 from cuverify.ops import relocate
 from cuverify.ops.verify_gqa import COMPACT_VALUES, ROW_TILES, VALUES
@@ -128,6 +129,30 @@ def test_tuned_values_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     elsewhere = launched_sources("verify_plan", "sm_120", {"HEADS": 8})
     assert all(source.values.get("START_ROWS") != 96 for source in elsewhere)
+
+
+def test_what_lacks_a_value_is_not_narrowed_by_it() -> None:
+    # plans that list no slots have no type of slots
+    plans = launched_sources("verify_plan", "sm_90a", {"HEADS": 8})
+    without = [source for source in plans if "KV_INDEX" not in source.values]
+    assert without
+    narrow = launched_sources("verify_plan", "sm_90a", {"HEADS": 8, "KV_INDEX": "int"})
+    assert len(narrow) < len(plans)
+    assert {source.digest() for source in without} <= {source.digest() for source in narrow}
+
+
+def test_a_value_narrows_the_texts_that_have_it(tmp_path: Path) -> None:
+    stems, few = ["accept", "verify_attention_sm90"], {"HEADS": 8, "KV_INDEX": "int"}
+    more = {"QO_INDEX": "int", "ELEMENT": "bf16", "LOGIT": "float"}
+    survey = survey_launched(stems, ["sm_90a"], {**few, **more}, save=tmp_path)
+    assert survey.ok
+    for stem in stems:
+        known = KernelSource.from_package(stem).known_values()
+        own = {name: value for name, value in {**few, **more}.items() if name in known}
+        for source in launched_sources(stem, "sm_90a", own):
+            assert (tmp_path / f"{source.digest()}.sm_90a.cubin").exists()
+    with pytest.raises(SourceError, match="NOBODYS"):
+        survey_launched(stems, ["sm_90a"], {"NOBODYS": 1})
 
 
 def test_values_narrow_or_replace() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,12 @@ FAULTY: list[tuple[Callable[[Sum], CallableCase], set[str]]] = [
 ]
 
 
-def run(make: Callable[[Sum], CallableCase], monkeypatch: pytest.MonkeyPatch) -> CaptureResult:
+def run(
+    make: Callable[[Sum], CallableCase],
+    monkeypatch: pytest.MonkeyPatch,
+    inputs: Sequence[tuple[str, int]] | None = None,
+    changes: int | None = None,
+) -> CaptureResult:
     gpu = Gpu()
     plug_in(gpu, monkeypatch)
     kept = tuple(each for each in trials.DEVICE_TRIALS if each[0] in HERE)
@@ -250,7 +255,8 @@ def run(make: Callable[[Sum], CallableCase], monkeypatch: pytest.MonkeyPatch) ->
     case = make(Sum(gpu))
     return capture_and_replay(
         CallableStep(case),
-        [(f"seed {seed}", seed) for seed in case.seeds],
+        inputs or [(f"seed {seed}", seed) for seed in case.seeds],
+        changes=changes,
         tolerances=case.tolerance,
         only_recorded=False,
         instruments=Tools(),
@@ -286,6 +292,16 @@ def test_an_input_alone_moves_what_the_reference_moves(monkeypatch: pytest.Monke
         assert not each.ignored
     stale = [each for each in run(input_left_out, monkeypatch).seen.responses if each.ignored]
     assert {(each.input, each.how) for each in stale} == {("b", "alone"), ("b", "stale")}
+
+
+@pytest.mark.parametrize("changes", [1, 2, None])
+def test_trials_take_inputs_that_answer_otherwise(
+    changes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [("first", 0), ("alike", 0), ("other", 2)]
+    result = run(input_left_out, monkeypatch, inputs, changes)
+    assert {finding.rule for finding in result.findings} == {"CV105", "CV601"}
+    assert {each.input for each in result.seen.responses if each.ignored} == {"b"}
 
 
 def test_without_a_reference_noise_is_not_taken_for_an_answer(

@@ -83,6 +83,22 @@ def test_each_process_writes_a_file_of_its_own(tmp_path: Path) -> None:
     assert len(files) == 2
 
 
+def test_a_forked_process_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import os\nfrom cuverify.stages import stage\nwith stage('own'):\n    pass\n"
+        "if child := os.fork():\n    os.waitpid(child, 0)\n    print(os.path.getsize(FILE))\n"
+    )
+    file = tmp_path / "trace.json"
+    program = f"FILE = {str(file)!r}\n{program}"
+    environment = {**os.environ, stages.VARIABLE: str(file)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, timeout=60,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "0\n"  # while the parent runs, the child is over
+    assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == ["own"]
+
+
 @pytest.mark.parametrize(
     ("file", "says"), [("none/trace.json", "No such file"), (".", "Is a directory")]
 )

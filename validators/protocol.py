@@ -129,6 +129,7 @@ class CaptureProtocol:
         self.base: dict[str, Any] = {}  # outputs of the first replay
         self.base_expected: Mapping[str, Any] = {}
         self.accepted: list[tuple[str, Any]] = []  # other inputs that fit
+        self.other: tuple[str, Any] | None = None  # the first of them with another right answer
         self.thorough = True
         self.graph: Any = None
         self._first_answer: Mapping[str, Any] = {}
@@ -389,8 +390,8 @@ class CaptureProtocol:
         if vary is not None:
             with self.stage("refill", "vary(1)"):
                 vary(1)
-        elif self.accepted:
-            other = self.accepted[0]
+        elif self.other:
+            other = self.other
         else:
             self.gap("double capture", "no other inputs fit, and the step has no vary()")
             return
@@ -665,7 +666,8 @@ class CaptureProtocol:
         most = len(others) if changes is None else changes
         for label, batch in others:
             # inputs that the right answer is the same for prove nothing: more of them are tried
-            if len(self.accepted) >= most and self.seen.other_answers != 0:
+            differed = self.seen.other_answers
+            if len(self.accepted) >= most and differed != 0:
                 break
             try:
                 self._replay((label, batch), may_refuse=True)
@@ -675,6 +677,8 @@ class CaptureProtocol:
             self.accepted.append((label, batch))
             if len(self.accepted) == 1:
                 second = kept(self.step.outputs)
+            if self.other is None or (differed == 0 and self.seen.other_answers):
+                self.other = (label, batch)
         if self.accepted:
             # the same inputs behind others: what a refill leaves of those must not matter
             self._stale(second)

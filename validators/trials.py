@@ -203,7 +203,7 @@ def _overlap(run: CaptureProtocol, first: Any) -> None:
     """Refill for the next step while the replay still waits on the device."""
     torch = _torch()
     sleep = getattr(torch.cuda, "_sleep", None)
-    if sleep is None or not run.accepted:
+    if sleep is None or not run.other:
         run.gap("refill during a replay", "no other inputs, or no way to delay a replay")
         return
     _fresh(run, first)
@@ -211,7 +211,7 @@ def _overlap(run: CaptureProtocol, first: Any) -> None:
         sleep(_DELAY)
         run.graph.replay()
         outputs = kept(run.step.outputs)  # behind the replay, on its stream
-    run.refill(*run.accepted[0])
+    run.refill(*run.other)
     found = kept(run.step.outputs)
     with run.stage("read", first[0]):
         for name, value in run.step.outputs.items():
@@ -244,10 +244,10 @@ def _responses(run: CaptureProtocol, first: Any) -> None:
     if not inputs:
         run.gap("inputs one at a time", "the step declares no inputs")
         return
-    if not run.accepted:
+    other = run.other
+    if other is None:
         run.gap("inputs one at a time", "no other inputs fit")
         return
-    other = run.accepted[0]
     run.refill(*other)
     changed = kept(inputs)
     run.refill(*first)

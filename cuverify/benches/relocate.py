@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,10 +45,6 @@ COPIES = 16
 """Moves of a short list in one graph."""
 COPIED_ROWS = 1024
 """Longest list that is timed so."""
-
-SETTLE_S = 0.3
-"""Pause behind a gate, which moves tens of gigabytes: a move of 1,024 rows that was timed at once
-took 52.1 us where the same without a gate took 48.6."""
 
 _SGLANG = "sglang.kernels.ops.kvcache.cache_move"
 # How SGLang's pool calls it for rows below 4,096 bytes, and a smaller chunk besides.
@@ -145,7 +140,7 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
             "relocate",
             shape,
             check=check,
-            timing=lambda: _settled(steps, repeats),
+            timing=lambda: time_copies(steps, repeats),
             alone=alone if copies > 1 else None,
             floor_us=copy_floor_us(moved),
             bytes=moved,
@@ -156,7 +151,7 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
     if len(plans[0].launches) > 1 and kind == "disjoint":
         yield gated(
             "relocate_check", {"rows": rows, "slots": slots}, check=ours,
-            timing=lambda: _settled(plans[0].launches[:1], repeats),
+            timing=lambda: time_graph(plans[0].launches[0], repeats),
         )  # fmt: skip
     for peer, steps in _peers(storage, lists):
         yield record(
@@ -164,11 +159,6 @@ def _moves(storage: Any, kind: str, rows: int) -> Iterator[dict[str, Any]]:
             lambda steps=steps: _what_is_wrong(storage, lists, steps),  # type: ignore[misc]
             peer,
         )
-
-
-def _settled(steps: Sequence[Step], repeats: int) -> Timing:
-    time.sleep(SETTLE_S)
-    return time_copies(steps, repeats)
 
 
 def _peers(storage: Any, lists: Lists) -> Iterator[tuple[str, list[Step]]]:
