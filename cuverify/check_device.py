@@ -25,7 +25,7 @@ from cuverify.validators.places import place_of
 from cuverify.validators.rules import judge
 
 THOROUGH = 2  # batches of a case that go through the whole protocol
-CHANGES = 2  # other batches that each captured graph is replayed on
+CHANGES = 2  # other batches that each captured graph is replayed on; more while all answer alike
 RESTARTS = 3  # children that may fail before the rest of a share of the batches is given up
 
 _MOST_JOBS = 8

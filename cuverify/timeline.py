@@ -82,11 +82,17 @@ class Timeline:
         return sum(end - begin for begin, end in self.gaps())
 
     def kernels(self) -> dict[str, tuple[int, float]]:
-        """Return runs and time of each name, longest first; spans that overlap count each."""
+        """Return runs and time of each name, longest first.
+
+        Time that spans share is that of the first to begin: a kernel that starts early waits for
+        the one in front. So all times and gaps together are `us`.
+        """
         found: dict[str, tuple[int, float]] = {}
+        reached = 0.0
         for span in self.spans:
             runs, us = found.get(span.name, (0, 0.0))
-            found[span.name] = runs + 1, us + span.end - span.begin
+            found[span.name] = runs + 1, us + max(span.end - max(span.begin, reached), 0.0)
+            reached = max(reached, span.end)
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def account(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:

@@ -35,10 +35,17 @@ def test_busy_and_idle() -> None:
 
 
 def test_an_account_has_groups_others_and_gaps() -> None:
-    assert LINE.account(GROUPS) == {"attention": 40.0, "glue": 5.0, OTHERS: 2.0, GAPS: 16.0}
+    assert LINE.account(GROUPS) == {"attention": 40.0, "glue": 5.0, OTHERS: 0.0, GAPS: 16.0}
     assert LINE.to_text(GROUPS).endswith("bounds next: attention")
     late = Timeline.of([Span("plan", 0.0, 1.0), Span("plan", 50.0, 51.0)])
     assert late.to_text(GROUPS).endswith("bounds next: gaps")
+
+
+def test_what_starts_early_and_waits_takes_no_time() -> None:
+    line = Timeline.of([Span("plan", 0, 5), Span("attend", 1, 25), Span("merge", 6, 31)])
+    account = line.account({"plan": ["plan"], "partials": ["attend"], "merge": ["merge"]})
+    assert account == {"plan": 5, "partials": 20, "merge": 6, OTHERS: 0, GAPS: 0}
+    assert sum(account.values()) == line.us
 
 
 def test_a_chrome_trace_is_read() -> None:
