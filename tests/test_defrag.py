@@ -241,6 +241,20 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
             {"relocate_workspace": replace(tables, status=work.status), "workspace": work},
             r"relocate_workspace\.status.*with workspace\.status",
         ),
+        (
+            {
+                "relocate_workspace": replace(tables, status=work.src[:2].view(np.int32)),
+                "workspace": work,
+            },
+            r"relocate_workspace\.status.*with workspace\.src",
+        ),
+        (
+            {
+                "workspace": replace(work, src=mixed.reshape(-1)[:24].view(np.int64)),
+                "pools": [mixed],
+            },
+            r"pools\[0\].*with workspace\.src",
+        ),
     ):
         with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):
             DefragPlan(**{**good, **changes})

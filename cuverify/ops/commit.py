@@ -266,7 +266,8 @@ class CommitPlan:
                 )
             self.move = RelocatePlan(
                 pools, workspace.src, workspace.dst, workspace.count, page_size=page_size,
-                workspace=relocate_workspace, num_ctas=num_ctas,
+                workspace=relocate_workspace, num_ctas=num_ctas, list_prefix="workspace.",
+                workspace_prefix="relocate_workspace.",
             )  # fmt: skip
             status = tensor_of("workspace.status", workspace.status)
             self.move.refuse_overlap([status, *inputs.values()])

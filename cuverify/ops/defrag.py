@@ -172,7 +172,7 @@ class DefragPlan:
         self.num_slots = num_slots
         self.move = RelocatePlan(
             pools, workspace.src, workspace.dst, workspace.count, workspace=relocate_workspace,
-            num_ctas=num_ctas,
+            num_ctas=num_ctas, list_prefix="workspace.", workspace_prefix="relocate_workspace.",
         )  # fmt: skip
         own = [
             tensor_of(f"workspace.{field.name}", getattr(workspace, field.name))
