@@ -672,6 +672,27 @@ def test_a_holder_follows_as_a_whole_or_not_at_all(wrong: int, library: str, nam
     assert table.tolist() == [[3, 2, 1], [2, 1, 3]]
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_single_slot_needs_no_list(library: str) -> None:
+    slot: Any = np.array(1)
+    if library == "torch":
+        slot = pytest.importorskip("torch").tensor(1)
+    root = SimpleNamespace(children={}, value=slot, lock_ref=1)
+    holders = SlotHolders(4)
+    holders.register(TreeHolder(root, pin_locked=True))
+    holders.register(PinHolder("host", "a transfer is in flight", lambda: slot))
+    assert holders.pinned().tolist() == [1]
+    where = np.array([0, 3, 2, 1])
+    TreeHolder(root).rewrite(where)
+    assert slot.tolist() == 3
+    IndexHolder("steps", lambda: [slot]).rewrite(where)
+    allocator = SimpleNamespace(free_pages=slot)
+    AllocatorHolder(allocator).rewrite(where)
+    assert (slot.tolist(), allocator.free_pages.tolist()) == (1, 3)
+    with pytest.raises(RelocationRefused, match="hashes: a tensor has 0 entries for 4 slots"):
+        BySlotHolder("hashes", lambda: [slot]).rewrite(where)
+
+
 def unwritable(library: str) -> Any:
     if library == "torch":
         return pytest.importorskip("torch").zeros(1, dtype=int).expand(3)
