@@ -337,11 +337,14 @@ class SlotHolders:
     ----------
     epoch : dict of str to int
         Which move each holder has followed last.
+    open_epoch : int
+        The move that has begun and is not over, in whatever journal; 0 where there is none.
     """
 
     def __init__(self, num_slots: int, required: Sequence[str] = ()) -> None:
         self.num_slots = num_slots
         self.epoch: dict[str, int] = {}
+        self.open_epoch = 0
         self._required = tuple(required)
         self._holders: dict[str, Holder] = {}
 
