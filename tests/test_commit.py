@@ -248,7 +248,7 @@ def test_misuse_is_named() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             CommitPlan(**{**good, **changes})
-    with pytest.raises(ArgumentError, match="batch, depth"):
+    with pytest.raises(ArgumentError, match="batch=0"):
         commit_workspace(0, 1)
     with pytest.raises(CaseError, match="does not fit"):
         step.refill(golden("rows"))

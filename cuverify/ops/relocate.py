@@ -27,7 +27,7 @@ from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
-from cuverify.launching import Launched, grid, number_of
+from cuverify.launching import Launched, check_int, grid, number_of
 from cuverify.sources import KernelSource
 
 LANES = 8
@@ -172,8 +172,7 @@ def _workspace(
     list_rows: int,
     values: dict[str, int],
 ) -> dict[str, Buffer]:
-    if not 1 <= capacity < 2**31:
-        raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
+    capacity = check_int("src", capacity, 1, 2**31 - 1, "rows of a list, a dead tail included")
     shape = _Shape.of(layout, capacity, list_rows, values)
     buffers = {"status": Buffer((4,), "int32")}
     if not shape.by_warp:
@@ -752,8 +751,7 @@ class _Shape:
     def of(
         cls, layout: _PoolLayout, capacity: int, list_rows: int, values: dict[str, int]
     ) -> _Shape:
-        if not isinstance(list_rows, int) or not 0 <= list_rows <= LIST_ROWS:
-            raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
+        list_rows = check_int("list_rows", list_rows, 0, LIST_ROWS, "rows")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
         one_launch = capacity <= list_rows
