@@ -176,7 +176,9 @@ class PagedAllocator(_Allocator):
         """
         before, after, last = (np.asarray(x, np.int64) for x in (prefix_lens, seq_lens, last_loc))
         size = self.page_size
-        if (before < 0).any() or (after < before).any():
+        if (before < 0).any():
+            raise ArgumentError("prefix_lens", before.tolist(), "must be at least 0")
+        if (after < before).any():
             raise ArgumentError("seq_lens", after.tolist(), f"must not be below {before.tolist()}")
         # as SGLang bounds the pages of an extension when it decides whether to sort
         bound = int((after - before).sum()) // size + len(before) + 1

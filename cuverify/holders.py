@@ -257,9 +257,10 @@ class BySlotHolder(Holder):
         """Move each entry to its row's new slot."""
         tensors = list(self._tensors())
         for tensor in tensors:
-            if len(tensor) < len(where):
+            entries = len(tensor) if tensor.ndim else 0
+            if entries < len(where):
                 raise RelocationRefused(
-                    f"{self.name}: a tensor has {len(tensor)} entries for {len(where)} slots"
+                    f"{self.name}: a tensor has {entries} entries for {len(where)} slots"
                 )
         _refuse_unwritable(self.name, tensors)
         back = np.argsort(where)
@@ -336,11 +337,14 @@ class SlotHolders:
     ----------
     epoch : dict of str to int
         Which move each holder has followed last.
+    open_epoch : int
+        The move that has begun and is not over, in whatever journal; 0 where there is none.
     """
 
     def __init__(self, num_slots: int, required: Sequence[str] = ()) -> None:
         self.num_slots = num_slots
         self.epoch: dict[str, int] = {}
+        self.open_epoch = 0
         self._required = tuple(required)
         self._holders: dict[str, Holder] = {}
 
@@ -434,7 +438,7 @@ def _followed(name: str, lists: Sequence[Any], where: Slots) -> list[Any]:
         A list of this holder holds what is no slot, or cannot hold every slot.
     """
     new: list[Any] = [None] * len(lists)
-    for dtype in {slots.dtype for slots in lists if len(slots)}:
+    for dtype in {slots.dtype for slots in lists if 0 not in slots.shape}:
         if not _names_all(dtype, len(where)):
             raise RelocationRefused(f"{name}: a list of {dtype} cannot hold {len(where)} slots")
     for device, places in _by_device(lists).items():
@@ -508,13 +512,14 @@ def _as_dtype(slots: Any, dtype: Any) -> Any:
 
 
 def _host(slots: Any) -> NDArray[Any]:
-    if isinstance(slots, np.ndarray):
-        return slots
-    return np.asarray(slots.cpu() if hasattr(slots, "cpu") else slots)
+    """Return slots of any shape as one list of numpy's."""
+    held: NDArray[Any] = np.asarray(slots.cpu() if hasattr(slots, "cpu") else slots)
+    return held.reshape(-1)
 
 
 def _sorted_like(was: Any, new: Any) -> Any:
     """Return `new`, sorted if `was` is; of numpy or torch."""
-    if not (np.diff(_host(was)) > 0).all():
+    held = _host(was)
+    if len(held) < 2 or not (np.diff(held) > 0).all():
         return new
     return np.sort(new) if isinstance(new, np.ndarray) else new.sort().values

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from cuverify.buffers import wrong
@@ -117,9 +119,7 @@ def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocess
         The caller says no number, or less than one.
     """
     if num_ctas is not None:
-        if not isinstance(num_ctas, int) or num_ctas < 1:
-            raise ArgumentError("num_ctas", num_ctas, "wants at least one block")
-        return num_ctas
+        return check_blocks("num_ctas", num_ctas)
     count = multiprocessors(device)
     return max(1, min(useful, HOST_CTAS if count is None else per_multiprocessor * count))
 
@@ -143,16 +143,44 @@ def number_of(kernel: Kernel, name: str) -> int:
     return int(source.values.get(name, source.known_values()[name]))
 
 
-def check_int(name: str, value: object, low: int, high: int, what: str) -> None:
-    """Raise if a value is no int from `low` to `high`.
+def whole(value: object) -> int | None:
+    """Return a whole number of Python's or numpy's as an int; None of all else, bools among it."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return operator.index(value)
+
+
+def is_real(value: object) -> bool:
+    """Return whether a value is a real number of Python's or numpy's."""
+    return isinstance(value, Real)
+
+
+def check_int(name: str, value: object, low: int, high: int, what: str) -> int:
+    """Return a whole number from `low` to `high` as an int.
 
     Raises
     ------
     ArgumentError
-        Naming the argument and the value, and `what` is counted.
+        It is none, naming the argument and the value, and `what` is counted.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    number = whole(value)
+    if number is None or not low <= number <= high:
         raise ArgumentError(name, value, f"wants {low} to {high} {what}")
+    return number
+
+
+def check_blocks(name: str, value: object) -> int:
+    """Return a caller's number of blocks as an int.
+
+    Raises
+    ------
+    ArgumentError
+        It is none, or less than one.
+    """
+    blocks = whole(value)
+    if blocks is None or blocks < 1:
+        raise ArgumentError(name, value, "wants at least one block")
+    return blocks
 
 
 def check_row_stride(tensor: Tensor, axis: int, what: str) -> None:

@@ -199,6 +199,8 @@ class Relocation:
         self._mover = mover
         self._record = record
         self._checkpoint = checkpoint
+        if self.journal.open:
+            holders.open_epoch = self.journal.epoch
 
     def apply(self, plan: MovePlan) -> None:
         """Carry out a plan, between two steps of the server.
@@ -206,14 +208,18 @@ class Relocation:
         Raises
         ------
         RelocationRefused
-            An epoch is open, a holder cannot let go of a slot, the reserve is too small, a source
-            or a destination stands twice in the plan, or a pass is being launched. Nothing has
-            changed then. Or a row changed while it moved, or a holder holds what is no slot; then
-            the epoch stays open, to be recovered.
+            An epoch is open, in this journal or in another one of these holders; a holder cannot
+            let go of a slot, the reserve is too small, a source or a destination stands twice in
+            the plan, or a pass is being launched. Nothing has changed then. Or a row changed while
+            it moved, or a holder holds what is no slot; then the epoch stays open, to be recovered.
         """
         if self.journal.open:
             raise RelocationRefused(
                 f"epoch {self.journal.epoch} is open at {self.journal.step.name}: recover it first"
+            )
+        if self.holders.open_epoch:
+            raise RelocationRefused(
+                f"epoch {self.holders.open_epoch} is open in another journal: recover that first"
             )
         if not len(plan):
             return
@@ -232,6 +238,7 @@ class Relocation:
             # beyond what holders have followed by the journal of another relocation, too
             followed = map(abs, self.holders.epoch.values())
             self.journal.epoch = 1 + max([self.journal.epoch, *followed])
+            self.holders.open_epoch = self.journal.epoch
             self._reach(Step.PLANNED)
             self._go_on()
 
@@ -311,6 +318,8 @@ class Relocation:
 
     def _reach(self, step: Step) -> None:
         self.journal.step = step
+        if not self.journal.open:
+            self.holders.open_epoch = 0
         self._write()
         self._at(step.name.lower())
 

@@ -186,3 +186,5 @@ def test_misuse_is_named() -> None:
             pool.alloc(-4)
     with pytest.raises(ArgumentError, match=r"seq_lens=\[3\]: must not be below \[5\]"):
         PagedAllocator(8, 4).alloc_extend([5], [3], [7])
+    with pytest.raises(ArgumentError, match=r"prefix_lens=\[-1\]: must be at least 0"):
+        PagedAllocator(8, 4).alloc_extend([-1], [3], [7])

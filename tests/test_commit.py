@@ -184,7 +184,7 @@ def test_windows_that_share_a_slot_are_not_moved() -> None:
     step = CommitStep(golden(out_cache_loc=windows), "numpy")
     before = step.storage.copy()
     step()
-    with pytest.raises(ArgumentError, match=r"dst\[3\]=4: is an earlier row's destination"):
+    with pytest.raises(ArgumentError, match=r"workspace\.dst\[3\]=4: is an earlier row's"):
         step.plan.read_status()
     np.testing.assert_array_equal(step.storage, before)
     assert step.new_lens.tolist() == [6, 8]  # as said of new_lens: the move is judged later
@@ -248,7 +248,7 @@ def test_misuse_is_named() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             CommitPlan(**{**good, **changes})
-    with pytest.raises(ArgumentError, match="batch, depth"):
+    with pytest.raises(ArgumentError, match="batch=0"):
         commit_workspace(0, 1)
     with pytest.raises(CaseError, match="does not fit"):
         step.refill(golden("rows"))
@@ -303,6 +303,21 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
         (
             {"pools": pools, "relocate_workspace": replace(tables, status=indices)},
             r"relocate_workspace\.status.*with accept_index",
+        ),
+        (
+            {
+                "pools": pools,
+                "relocate_workspace": replace(tables, status=work.src[:2].view(np.int32)),
+                "workspace": work,
+            },
+            r"relocate_workspace\.status.*with workspace\.src",
+        ),
+        (
+            {
+                "pools": [mixed],
+                "workspace": replace(work, src=mixed.reshape(-1)[:64].view(np.int64)),
+            },
+            r"pools\[0\].*with workspace\.src",
         ),
     ):
         with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):

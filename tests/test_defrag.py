@@ -198,16 +198,21 @@ def test_misuse_is_named() -> None:
         ({"req_to_token": step.held}, "req_to_token.*rows, width"),
         ({"req_pool_indices": np.zeros(2, np.int32)}, "req_pool_indices.*3 requests"),
         ({"held_lens": np.zeros((3, 1), np.int32)}, "held_lens.*one length"),
-        ({"budget": 0}, "budget"),
+        ({"budget": 0}, "budget=0"),
+        ({"budget": 0, "workspace": DefragWorkspace.allocate(step.table, 16, 3)}, "budget=0"),
         ({"num_ctas": 0}, "num_ctas=0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             DefragPlan(**{**good, **changes})
     assert defrag_workspace(40, 3)["live"].shape == (2,)
     assert defrag_workspace(2**31 - 1, 3)["moved_by"].shape == (2**31 - 1,)
-    for sizes in ((0, 3), (2**31, 3), (40, 0), (40, 2**31), (40, 2.5), ("40", 3)):
-        with pytest.raises(ArgumentError, match=r"num_slots, budget=.*want 1 to 2\*\*31 - 1 each"):
-            defrag_workspace(*sizes)
+    for named, sizes in (
+        ("num_slots", ((0, 3), (2**31, 3), ("40", 3))),
+        ("budget", ((40, 0), (40, 2**31), (40, 2.5), (40, True))),
+    ):
+        for pair in sizes:
+            with pytest.raises(ArgumentError, match=f"{named}=.*: wants 1 to 2147483647 "):
+                defrag_workspace(*pair)
     with pytest.raises(CaseError, match="does not fit"):
         step.refill(written(3))
 
@@ -240,6 +245,20 @@ def test_what_is_written_shares_no_memory_with_anything_else() -> None:
         (
             {"relocate_workspace": replace(tables, status=work.status), "workspace": work},
             r"relocate_workspace\.status.*with workspace\.status",
+        ),
+        (
+            {
+                "relocate_workspace": replace(tables, status=work.src[:2].view(np.int32)),
+                "workspace": work,
+            },
+            r"relocate_workspace\.status.*with workspace\.src",
+        ),
+        (
+            {
+                "workspace": replace(work, src=mixed.reshape(-1)[:24].view(np.int64)),
+                "pools": [mixed],
+            },
+            r"pools\[0\].*with workspace\.src",
         ),
     ):
         with pytest.raises(ArgumentError, match=f"{message}; the kernel writes it"):

@@ -27,6 +27,15 @@ from cuverify.errors import (
     SourceError,
     ToolchainError,
 )
+from cuverify.launching import check_int, grid
+from cuverify.ops.accept import AcceptBuffers, AcceptSampled, accept_buffers
+from cuverify.ops.commit import commit_workspace
+from cuverify.ops.defrag import DefragPlan, defrag_workspace
+from cuverify.ops.draft_topk import DraftTopk
+from cuverify.ops.relocate import RelocatePlan, relocate_workspace
+from cuverify.ops.tree_build import tree_buffers
+from cuverify.ops.verify_attention import verify_workspace
+from cuverify.ops.verify_plan import VerifyPlan, plan_workspace
 from cuverify.sources import KernelSource
 
 TEXT = """
@@ -228,3 +237,65 @@ def test_misuse(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert type(caught.value) is error
     if isinstance(caught.value, ArgumentError):
         assert caught.value.argument in message or caught.value.argument in str(caught.value)
+
+
+# --- numpy's numbers are no misuse -----------------------------------------------------------------
+
+POOLS = [np.zeros((40, 16), np.uint8)]
+
+SIZES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "accept": (accept_buffers, (2, 5, 3)),
+    "commit": (commit_workspace, (300, 200)),
+    "defrag": (defrag_workspace, (40, 3)),
+    "plan": (plan_workspace, (2, 18, 8, 4)),
+    "relocate": (lambda rows: relocate_workspace(POOLS, rows), (2000,)),
+    "tree": (tree_buffers, (2, 5)),
+    "verify": (verify_workspace, (2, 18, 8, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_may_be_numpys(name: str, kind: Any) -> None:
+    sizes_of, numbers = SIZES[name]
+    found = sizes_of(*map(kind, numbers))
+    assert found == sizes_of(*numbers)
+    assert {type(extent) for buffer in found.values() for extent in buffer.shape} == {int}
+
+
+@pytest.mark.parametrize("number", [True, np.True_, 2.0, np.float64(2), "2", None, np.array([2])])
+def test_what_is_no_whole_number_is_no_size(number: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"rows=.*: wants 1 to 4 rows"):
+        check_int("rows", number, 1, 4, "rows")
+
+
+def test_blocks_may_be_numpys() -> None:
+    assert type(grid(np.int64(4), None, 1, 1)) is int
+    with pytest.raises(ArgumentError, match="num_ctas=.*0.*: wants at least one block"):
+        grid(np.int64(0), None, 1, 1)
+    slots, count = np.arange(3), np.array([3], np.int32)
+    RelocatePlan(POOLS, slots, slots, count, num_ctas=np.int64(4), list_rows=np.int64(2))
+    rows = np.zeros(3, np.int32)
+    DefragPlan(POOLS, np.zeros((3, 8), np.int32), rows, rows, budget=np.int64(3))
+    probs, ids = np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 3), np.int64)
+    DraftTopk(np.zeros((1, 2, 9), np.float32), probs, ids, pieces=np.int64(2))
+
+
+def test_plans_count_in_pythons_numbers() -> None:
+    lens, bounds = np.array([20, 30], np.int32), np.array([0, 9, 18], np.int32)
+    plan = VerifyPlan(
+        lens, bounds, heads=np.int64(8), max_tokens=np.int16(18), max_tree_tokens=np.int8(9)
+    )
+    counted = (plan.heads, plan.max_tokens, plan.max_tree_tokens)
+    assert counted == (8, 18, 9)
+    assert {*map(type, counted)} == {int}
+
+
+def test_thresholds_may_be_numpys() -> None:
+    tree = np.zeros((2, 3), np.int64)
+    into = AcceptBuffers.allocate(tree, batch=2, num_tokens=3, max_path=2)
+    coins, probs = np.zeros((2, 3), np.float32), np.zeros((2, 2, 3, 8), np.float32)
+    AcceptSampled(
+        tree, tree, tree, coins, coins[:, 0].copy(), probs[0], into,
+        draft_probs=probs[1], threshold_acc=np.float32(0.5),
+    )  # fmt: skip

@@ -873,7 +873,7 @@ MISUSE = {
     "pages of half a slot": ({"page_size": 0.5}, "page_size=0.5: wants a power of two"),
     "pages too large": ({"page_size": 1 << 17}, "page_size=131072: wants a power of two"),
     "part of a launch": ({"num_ctas": 1.5}, "num_ctas=1.5: wants at least one block"),
-    "too long for one launch": ({"list_rows": 1025}, r"list_rows=1025: must lie in \[0, 1024\]"),
+    "too long for one launch": ({"list_rows": 1025}, "list_rows=1025: wants 0 to 1024 rows"),
     "no slots": ({"pools": [np.zeros((0, 64), np.uint8)]}, r"pools\[0\].*shape \[0, 64\]"),
     "unaligned pool": ({"pools": [unaligned((40, 64))]}, r"pools\[0\].*8 bytes off"),
     "read-only pool": (

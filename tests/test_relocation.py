@@ -459,6 +459,8 @@ def test_a_failure_at_every_step_is_finished_or_rolled_back(kind: str, roll_back
         if steps[at] != "done":
             with pytest.raises(RelocationRefused, match="epoch 1 is open at .*: recover it first"):
                 server.relocation.apply(plan)
+            with pytest.raises(RelocationRefused, match="epoch 1 is open in another journal"):
+                Relocation(server.holders, server.mover, reserve=RESERVE).apply(plan)
         server.relocation.journal = Journal.from_json(server.journals[-1])
         server.relocation.recover(roll_back=roll_back)
         server.check()
@@ -488,6 +490,51 @@ def test_holders_follow_whatever_journal_an_epoch_is_in(rolled_back: bool) -> No
     assert plan.overlaps
     second.apply(plan)
     server.check()
+
+
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_a_second_journal_waits_until_the_first_is_recovered(roll_back: bool) -> None:
+    mover = PoolMover([np.arange(8, dtype=np.int64).repeat(2).reshape(8, 2)], 4)
+    held = {name: np.array([5, 1]) for name in ("a", "b")}
+    holders = SlotHolders(8)
+    for name, slots in held.items():
+        holders.register(IndexHolder(name, lambda slots=slots: [slots]))
+
+    def fail(where: str) -> None:
+        if where == "rewrote a":
+            raise FaultError(where)
+
+    journal = Journal()
+    with pytest.raises(FaultError):
+        Relocation(holders, mover, journal=journal, checkpoint=fail).apply(
+            MovePlan(np.array([5]), np.array([2]), 0, True)
+        )
+    further = MovePlan(np.array([1]), np.array([3]), 0, True)
+    second = Relocation(holders, mover)
+    with pytest.raises(RelocationRefused, match="epoch 1 is open in another journal"):
+        second.apply(further)
+    Relocation(holders, mover, journal=journal).recover(roll_back=roll_back)
+    found = [5, 1] if roll_back else [2, 1]
+    assert [slots.tolist() for slots in held.values()] == [found, found]
+    # a holder that has followed nothing is no reason to wait
+    held["c"] = np.array([1])
+    holders.register(IndexHolder("c", lambda: [held["c"]]))
+    second.apply(further)
+    assert [slots.tolist() for slots in held.values()] == [[found[0], 3], [found[0], 3], [3]]
+
+
+def test_a_journal_of_an_earlier_run_is_recovered_before_anything_moves() -> None:
+    server = busy_server()
+    server.fail_at = 0
+    with pytest.raises(FaultError):
+        server.relocation.apply(plans_of(server)["compact"])
+    again = SlotHolders(SLOTS)
+    journal = Journal.from_json(server.journals[-1])
+    first = Relocation(again, server.mover, journal=journal)
+    with pytest.raises(RelocationRefused, match="epoch 1 is open in another journal"):
+        Relocation(again, server.mover).apply(plans_of(server)["compact"])
+    first.recover()
+    Relocation(again, server.mover).apply(plans_of(server)["compact"])
 
 
 def test_a_row_that_changed_in_between_is_found() -> None:
@@ -670,6 +717,27 @@ def test_a_holder_follows_as_a_whole_or_not_at_all(wrong: int, library: str, nam
     table[1, 2] = 1
     holder.rewrite(np.array([0, 3, 2, 1]))
     assert table.tolist() == [[3, 2, 1], [2, 1, 3]]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_single_slot_needs_no_list(library: str) -> None:
+    slot: Any = np.array(1)
+    if library == "torch":
+        slot = pytest.importorskip("torch").tensor(1)
+    root = SimpleNamespace(children={}, value=slot, lock_ref=1)
+    holders = SlotHolders(4)
+    holders.register(TreeHolder(root, pin_locked=True))
+    holders.register(PinHolder("host", "a transfer is in flight", lambda: slot))
+    assert holders.pinned().tolist() == [1]
+    where = np.array([0, 3, 2, 1])
+    TreeHolder(root).rewrite(where)
+    assert slot.tolist() == 3
+    IndexHolder("steps", lambda: [slot]).rewrite(where)
+    allocator = SimpleNamespace(free_pages=slot)
+    AllocatorHolder(allocator).rewrite(where)
+    assert (slot.tolist(), allocator.free_pages.tolist()) == (1, 3)
+    with pytest.raises(RelocationRefused, match="hashes: a tensor has 0 entries for 4 slots"):
+        BySlotHolder("hashes", lambda: [slot]).rewrite(where)
 
 
 def unwritable(library: str) -> Any:

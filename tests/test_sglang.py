@@ -594,6 +594,47 @@ def test_a_class_with_kv_heads_gets_keys_and_values_apart() -> None:
     assert given.q.shape == (tokens, 8, 128)
 
 
+@pytest.mark.parametrize(("backend", "apart"), [(VerifyBackend, False), (GqaVerifyBackend, True)])
+def test_rows_have_the_heads_and_columns_of_the_layer(backend, apart) -> None:
+    class Looks(backend):
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            heads, tokens = (layer.tp_q_head_num, layer.tp_k_head_num), len(q)
+            assert q.shape == (tokens, heads[0], layer.head_dim)
+            assert k.shape == (tokens, heads[1], layer.head_dim)
+            assert v.shape == (tokens, heads[1], layer.v_head_dim)
+            assert (v.data_ptr() != k.data_ptr()) == apart
+            out = super().forward_extend(q, k, v, layer, forward_batch)
+            assert out.shape == (tokens, heads[0], layer.v_head_dim)
+            return out
+
+    rig = Rig(Looks, "split", "cpu", shape_for(backend, SMALL))
+    rig.eager(Play(2, 2, 0))
+    assert hasattr(rig.backend, "text") != apart  # which is one of those over latent rows
+
+
+def test_heads_of_latent_rows_are_not_rounded() -> None:
+    with pytest.raises(ArgumentError, match="heads=12: must be a multiple of 8"):
+        inputs_of(replace(SMALL, heads=12), 1, 0, "mixed", 1)
+    grouped = replace(SMALL, heads=12, kv_heads=2)
+    assert inputs_of(grouped, 1, 0, "mixed", 1).q.shape == (SMALL.draft_tokens, 12, 128)
+
+
+@pytest.mark.parametrize(
+    ("backend", "supported"),
+    [
+        (VerifyBackend, r"torch\.bfloat16, torch\.float16, torch\.float8_e4m3fn"),
+        (GqaVerifyBackend, r"torch\.bfloat16"),
+    ],
+)
+def test_a_pool_of_another_type_is_refused_by_name(backend, supported) -> None:
+    def make(model_runner):
+        return backend(replace(model_runner, kv_cache_dtype=torch.float8_e5m2))
+
+    said = rf"kv_cache_dtype='torch\.float8_e5m2': wants one of {supported}$"
+    with pytest.raises(ArgumentError, match=said):
+        Rig(make, "split", "cpu", shape_for(backend, SMALL))
+
+
 class SwapsValues(GqaVerifyBackend):
     """Attends to the values as if they were keys."""
 

@@ -716,6 +716,11 @@ def test_misuse_names_the_argument(spoil: Any, says: str) -> None:
         VerifyAttention(**arguments)
 
 
+def test_scales_and_blocks_may_be_numpys() -> None:
+    scales = {"sm_scale": np.float32(0.1), "kv_scale": np.float32(1)}
+    VerifyAttention(**(good() | scales), combine_ctas=np.int64(2))
+
+
 def test_interleaved_tensors_need_not_overlap() -> None:
     arguments = good()
     room = np.zeros((18, 8 * 80 + 8 * 64), np.uint16)

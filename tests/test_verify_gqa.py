@@ -570,3 +570,9 @@ def test_sizes_of_a_plan_are_checked() -> None:
     ):
         with pytest.raises(ArgumentError, match=says):
             planned(**other)
+
+
+def test_scales_and_sizes_may_be_numpys() -> None:
+    plan = planned(group=np.int64(4), kv_heads=np.int64(2), max_tree_tokens=np.int64(9))
+    more = {"plan": plan, "sm_scale": np.float32(0.1), "combine_ctas": np.int64(2)}
+    VerifyGqa(**(good() | more))

@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import Launched, check_int, multiprocessors, number_of
+from cuverify.launching import Launched, check_int, is_real, multiprocessors, number_of
 from cuverify.sources import KernelSource
 from cuverify.tree import MAX_TOKENS
 
@@ -68,9 +68,9 @@ def accept_buffers(batch: int, num_tokens: int, max_path: int) -> dict[str, Buff
     ArgumentError
         Naming the argument.
     """
-    check_int("batch", batch, 1, 65_535, "requests")
-    check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
-    check_int("max_path", max_path, 1, MAX_TOKENS, "nodes of a path")
+    batch = check_int("batch", batch, 1, 65_535, "requests")
+    num_tokens = check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
+    max_path = check_int("max_path", max_path, 1, MAX_TOKENS, "nodes of a path")
     return {
         "predicts": Buffer((batch * num_tokens,), "int32"),
         "accept_index": Buffer((batch, max_path), "int32"),
@@ -284,7 +284,7 @@ class AcceptSampled:
             raise wrong(probs, f"wants [{batch}, {n}, vocabulary]")
         thresholds = {"threshold_single": threshold_single, "threshold_acc": threshold_acc}
         for name, value in thresholds.items():
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not is_real(value) or not 0 <= value <= 1:
                 raise ArgumentError(name, value, "wants 0 to 1")
             if draft_probs is None and value != 1:
                 raise ArgumentError(name, value, "belongs to the published rule: give draft_probs")

@@ -17,7 +17,7 @@ from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import Launched, grid, index_ctype, number_of
+from cuverify.launching import Launched, check_int, grid, index_ctype, number_of
 from cuverify.ops.relocate import SCRATCH_BYTES, RelocatePlan, RelocateWorkspace
 from cuverify.sources import KernelSource
 
@@ -98,9 +98,14 @@ def commit_workspace(batch: int, depth: int) -> dict[str, Buffer]:
     -------
     dict of str to Buffer
         The fields of `CommitWorkspace`.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument.
     """
-    if batch < 1 or depth < 1:
-        raise ArgumentError("batch, depth", (batch, depth), "want at least 1 each")
+    batch = check_int("batch", batch, 1, 2**31 - 1, "requests")
+    depth = check_int("depth", depth, 1, 2**31 - 1, "nodes of a path")
     return {
         "src": Buffer((batch * depth,), "int64"),
         "dst": Buffer((batch * depth,), "int64"),
@@ -266,7 +271,8 @@ class CommitPlan:
                 )
             self.move = RelocatePlan(
                 pools, workspace.src, workspace.dst, workspace.count, page_size=page_size,
-                workspace=relocate_workspace, num_ctas=num_ctas,
+                workspace=relocate_workspace, num_ctas=num_ctas, list_prefix="workspace.",
+                workspace_prefix="relocate_workspace.",
             )  # fmt: skip
             status = tensor_of("workspace.status", workspace.status)
             self.move.refuse_overlap([status, *inputs.values()])

@@ -18,7 +18,7 @@ from cuverify.arguments import device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import Launched, grid, index_ctype, number_of
+from cuverify.launching import Launched, check_int, grid, index_ctype, number_of
 from cuverify.ops.relocate import RelocatePlan, RelocateWorkspace, pool_slots
 from cuverify.planner import MovePlan
 from cuverify.sources import KernelSource
@@ -44,11 +44,10 @@ def defrag_workspace(num_slots: int, budget: int) -> dict[str, Buffer]:
     Raises
     ------
     ArgumentError
-        Naming both.
+        Naming the argument.
     """
-    sizes = (num_slots, budget)
-    if not all(isinstance(size, int) and 1 <= size < 2**31 for size in sizes):
-        raise ArgumentError("num_slots, budget", sizes, "want 1 to 2**31 - 1 each")
+    num_slots = check_int("num_slots", num_slots, 1, 2**31 - 1, "slots")
+    budget = check_int("budget", budget, 1, 2**31 - 1, "rows of a call")
     return {
         "live": Buffer((-(-num_slots // 32),), "uint32"),
         "fault": Buffer((1,), "int32"),
@@ -153,6 +152,7 @@ class DefragPlan:
         if held is not None:
             given |= {"held": held, "held_count": held_count}
         inputs = {name: tensor_of(name, value) for name, value in given.items()}
+        budget = check_int("budget", budget, 1, 2**31 - 1, "rows of a call")
         num_slots = pool_slots(pools)
         device = device_of([tensor_of("pools[0]", pools[0]), *inputs.values()])
         if len(inputs["req_to_token"].shape) != 2 or 0 in inputs["req_to_token"].shape:
@@ -172,7 +172,7 @@ class DefragPlan:
         self.num_slots = num_slots
         self.move = RelocatePlan(
             pools, workspace.src, workspace.dst, workspace.count, workspace=relocate_workspace,
-            num_ctas=num_ctas,
+            num_ctas=num_ctas, list_prefix="workspace.", workspace_prefix="relocate_workspace.",
         )  # fmt: skip
         own = [
             tensor_of(f"workspace.{field.name}", getattr(workspace, field.name))

@@ -10,7 +10,7 @@ from cuverify.arguments import device_of
 from cuverify.buffers import Buffer, refuse_overlap, tensor_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
-from cuverify.launching import Launched, number_of
+from cuverify.launching import Launched, check_blocks, number_of
 from cuverify.sources import KernelSource, Value
 
 MAX_RANKS = 64
@@ -83,8 +83,7 @@ class DraftTopk:
             raise wrong(given, "has more than 65,535 rows")
         if pieces is None:
             pieces = -(-vocab // _PIECE_LOGITS)
-        elif not isinstance(pieces, int) or pieces < 1:
-            raise ArgumentError("pieces", pieces, "wants at least one block")
+        pieces = check_blocks("pieces", pieces)
         refuse_overlap([probs, ids], [given])
         device_of([given, probs, ids])
         best = Buffer((rows, pieces, k), "uint64").zeros(token_ids)

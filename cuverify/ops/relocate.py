@@ -16,7 +16,7 @@ import enum
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
-from cuverify.launching import Launched, grid, number_of
+from cuverify.launching import Launched, check_int, grid, number_of
 from cuverify.sources import KernelSource
 
 LANES = 8
@@ -102,8 +102,8 @@ class RelocateStatus:
             return cls(RelocateCode.LEGAL, row, 0, low != 0)
         return cls(RelocateCode(code), row, (low & 0xFFFFFFFF) | high << 32)
 
-    def raise_for_fault(self, *, num_slots: int, capacity: int) -> None:
-        """Raise if the list was not legal.
+    def raise_for_fault(self, *, num_slots: int, capacity: int, prefix: str = "") -> None:
+        """Raise if the list was not legal; errors put `prefix` in front of its tensors' names.
 
         Raises
         ------
@@ -115,7 +115,9 @@ class RelocateStatus:
         where, reason = _FAULTS[self.code]
         numbers = {"row": self.row, "num_slots": num_slots, "capacity": capacity}
         raise ArgumentError(
-            where.format(**numbers), self.slot, reason.format(**numbers) + "; nothing was moved"
+            prefix + where.format(**numbers),
+            self.slot,
+            reason.format(**numbers) + "; nothing was moved",
         )
 
 
@@ -170,8 +172,7 @@ def _workspace(
     list_rows: int,
     values: dict[str, int],
 ) -> dict[str, Buffer]:
-    if not 1 <= capacity < 2**31:
-        raise ArgumentError("src", capacity, "a list has 1 to 2**31 - 1 rows, a dead tail included")
+    capacity = check_int("src", capacity, 1, 2**31 - 1, "rows of a list, a dead tail included")
     shape = _Shape.of(layout, capacity, list_rows, values)
     buffers = {"status": Buffer((4,), "int32")}
     if not shape.by_warp:
@@ -323,6 +324,9 @@ class RelocatePlan:
         Longest capacity that takes one launch, at most `LIST_ROWS`.
     values : mapping of str to int, optional
         `-D` values of kernels_cu/relocate.cu, such as ``{"UNROLL": 6}``.
+    list_prefix, workspace_prefix : str
+        What errors put in front of the names of the lists and of the workspace's buffers, where a
+        larger op has other names for them.
 
     Attributes
     ----------
@@ -359,12 +363,18 @@ class RelocatePlan:
         num_ctas: int | None = None,
         list_rows: int = LIST_ROWS,
         values: Mapping[str, int] | None = None,
+        list_prefix: str = "",
+        workspace_prefix: str = "workspace.",
     ) -> None:
         layout = _PoolLayout.of(pools, page_size)
         _refuse_capture(layout.first.device)
-        capacity = _length(tensor_of("src", src))
-        if _length(tensor_of("dst", dst)) != capacity:
-            raise ArgumentError("dst", dst, f"src has {capacity} rows; both lists have one length")
+        lists = [
+            tensor_of(list_prefix + name, value)
+            for name, value in (("src", src), ("dst", dst), ("count", count))
+        ]
+        capacity = _length(lists[0])
+        if _length(lists[1]) != capacity:
+            raise wrong(lists[1], f"{lists[0].name} has {capacity} rows; both have one length")
         shared = _shared_bytes(layout.first.device)
         given = dict(values or {})
         if workspace is None:
@@ -373,31 +383,29 @@ class RelocatePlan:
             )
         least = None if workspace.scratch is None else 0
         sizes = _workspace(layout, capacity, shared, least, list_rows, given)
-        lists = {"src": src, "dst": dst, "count": count}
-        held = {f"workspace.{name}": getattr(workspace, name) for name in sizes}
         if workspace.bitmap is not None:
             sizes["bitmap"] = _bitmap(layout.num_slots)
-            held["workspace.bitmap"] = workspace.bitmap
         need = f"{layout.num_slots} slots, {len(layout.parts)} pools and lists of {capacity} rows"
         for name in sizes:
             if getattr(workspace, name) is None:
                 reason = f"{need} need shape {list(sizes[name].shape)}"
                 if name == "bitmap":
                     reason += f": a block of this device has {shared} bytes for marks"
-                raise ArgumentError(f"workspace.{name}", None, reason)
-        tensors = {name: tensor_of(name, value) for name, value in {**lists, **held}.items()}
-        device = device_of([layout.first, *tensors.values()])
+                raise ArgumentError(workspace_prefix + name, None, reason)
+        held = {
+            name: tensor_of(workspace_prefix + name, getattr(workspace, name)) for name in sizes
+        }
+        device = device_of([layout.first, *lists, *held.values()])
         for name, buffer in sizes.items():
-            tensor = tensors[f"workspace.{name}"]
+            tensor = held[name]
             fits = tensor.shape == buffer.shape
             if name == "scratch":
                 fits = len(tensor.shape) == 1 and tensor.shape[0] >= buffer.shape[0]
             if not fits:
                 raise wrong(tensor, f"{need} need shape {list(buffer.shape)}")
-        written = [tensors[name] for name in held]
-        refuse_overlap(written, [tensors[name] for name in lists], apart=layout.tensors)
-        renamed = [replace(tensor, name=f"relocate_{tensor.name}") for tensor in written]
-        self._written = [*layout.tensors, *renamed]
+        refuse_overlap(list(held.values()), lists, apart=layout.tensors)
+        self._written = [*layout.tensors, *held.values()]
+        self._list_prefix, self._workspace_prefix = list_prefix, workspace_prefix
 
         shape = _Shape.of(layout, capacity, list_rows, given)
         self.pools = tuple(pools)
@@ -537,10 +545,14 @@ class RelocatePlan:
             a long one, and there is no scratch.
         """
         status = self.peek_status()
-        status.raise_for_fault(num_slots=self.num_slots, capacity=self.capacity)
+        status.raise_for_fault(
+            num_slots=self.num_slots, capacity=self.capacity, prefix=self._list_prefix
+        )
         if status.overlaps and self._disjoint_only:
             raise ArgumentError(
-                "workspace.scratch", None, "a long list that overlaps needs it; nothing was moved"
+                f"{self._workspace_prefix}scratch",
+                None,
+                "a long list that overlaps needs it; nothing was moved",
             )
         return status
 
@@ -739,8 +751,7 @@ class _Shape:
     def of(
         cls, layout: _PoolLayout, capacity: int, list_rows: int, values: dict[str, int]
     ) -> _Shape:
-        if not isinstance(list_rows, int) or not 0 <= list_rows <= LIST_ROWS:
-            raise ArgumentError("list_rows", list_rows, f"must lie in [0, {LIST_ROWS}]")
+        list_rows = check_int("list_rows", list_rows, 0, LIST_ROWS, "rows")
         defaults = relocate_kernels()["relocate_list"].source.known_values()
         known = {name: int(value) for name, value in defaults.items()} | values
         one_launch = capacity <= list_rows

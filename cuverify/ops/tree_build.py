@@ -80,11 +80,11 @@ def tree_buffers(batch: int, num_tokens: int, words: int | None = None) -> dict[
     ArgumentError
         Naming the argument.
     """
-    check_int("batch", batch, 1, MAX_BATCH, "requests")
-    check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
+    batch = check_int("batch", batch, 1, MAX_BATCH, "requests")
+    num_tokens = check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "nodes")
     least = -(-num_tokens // 64)
     words = least if words is None else words
-    check_int("words", words, least, MAX_TOKENS // 64, f"words for {num_tokens} nodes")
+    words = check_int("words", words, least, MAX_TOKENS // 64, f"words for {num_tokens} nodes")
     nodes = (batch, num_tokens)
     return {
         "tokens": Buffer(nodes, "int64"),
@@ -371,7 +371,7 @@ class EagleParents:
         for tensor in (selected, listed):
             if len(tensor.shape) != 2:
                 raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants two")
-        check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
+        topk = check_int("topk", topk, 1, 2**31 - 1, "drafts below a node")
         batch = selected.shape[0]
         held, n, _ = _held(trees, batch)
         refuse_overlap([held["parents"]], [selected, listed])

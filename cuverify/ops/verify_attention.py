@@ -23,11 +23,14 @@ from cuverify.kernel import Kernel
 from cuverify.launching import (
     Launched,
     capability,
+    check_blocks,
     check_row_stride,
     check_words,
     index_ctype,
+    is_real,
     multiprocessors,
     number_of,
+    whole,
 )
 from cuverify.narrow import STORED, Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
@@ -76,10 +79,11 @@ def verify_workspace(
     dict of str to Buffer
         The fields of `PlanWorkspace` and of `AttentionWorkspace`.
     """
-    if not isinstance(heads, int) or heads < 8 or heads % 8:
+    number = whole(heads)
+    if number is None or number < 8 or number % 8:
         raise ArgumentError("heads", heads, "wants a multiple of 8")
-    plan = plan_workspace(max_batch, max_tokens, heads, num_ctas)
-    return plan | _partials(plan["work"].shape[0], num_ctas, latent, dtype)
+    plan = plan_workspace(max_batch, max_tokens, number, num_ctas)
+    return plan | _partials(plan["work"].shape[0], plan["cta_work"].shape[0], latent, dtype)
 
 
 def _partials(max_work: int, num_ctas: int, latent: int, dtype: Element) -> dict[str, Buffer]:
@@ -219,9 +223,9 @@ class VerifyAttention:
                 draft_kv,
                 "wants either this or out_cache_loc, where the trees' rows are",
             )
-        if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+        if not is_real(sm_scale) or not math.isfinite(sm_scale):
             raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
-        if not isinstance(kv_scale, int | float) or not 0 < kv_scale < math.inf:
+        if not is_real(kv_scale) or not 0 < kv_scale < math.inf:
             raise ArgumentError("kv_scale", kv_scale, "wants a finite number above 0")
         if not 2.0**-_SCALE_BITS <= kv_scale <= 2.0**_SCALE_BITS:
             wanted = f"wants 2**-{_SCALE_BITS} to 2**{_SCALE_BITS}: its inverse is a float32, too"
@@ -320,9 +324,7 @@ class VerifyAttention:
 
     def _combine_grid(self, combine_ctas: int | None, device: str | None) -> int:
         if combine_ctas is not None:
-            if not isinstance(combine_ctas, int) or combine_ctas < 1:
-                raise ArgumentError("combine_ctas", combine_ctas, "wants at least one block")
-            return combine_ctas
+            return check_blocks("combine_ctas", combine_ctas)
         count = multiprocessors(device)
         if count is None:
             return _HOST_COMBINE_CTAS

@@ -30,6 +30,7 @@ from cuverify.launching import (
     check_row_stride,
     check_words,
     index_ctype,
+    is_real,
     multiprocessors,
     number_of,
     resident_blocks,
@@ -173,9 +174,11 @@ def plan_verify_gqa(
     ArgumentError
         Naming the argument and its value.
     """
-    check_int("group", group, 1, MAX_GROUP, "query heads of a KV head")
-    check_int("kv_heads", kv_heads, 1, 1024, "KV heads")
-    check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
+    group = check_int("group", group, 1, MAX_GROUP, "query heads of a KV head")
+    kv_heads = check_int("kv_heads", kv_heads, 1, 1024, "KV heads")
+    max_tree_tokens = check_int(
+        "max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree"
+    )
     if rows is None:
         rows = row_tile(group, max_tree_tokens)
     if rows not in ROW_TILES:
@@ -334,7 +337,7 @@ class VerifyGqa:
                 k_extend,
                 "wants either this and v_extend, or out_cache_loc, where the trees' rows are",
             )
-        if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+        if not is_real(sm_scale) or not math.isfinite(sm_scale):
             raise ArgumentError("sm_scale", sm_scale, "wants a finite number")
         keys = _rows("k_buffer", k_buffer, "slots")
         pool_values = _rows("v_buffer", v_buffer, "slots")
@@ -429,7 +432,7 @@ class VerifyGqa:
 
     def _combine_grid(self, combine_ctas: int | None, device: str | None) -> tuple[int, int]:
         if combine_ctas is not None:
-            check_int("combine_ctas", combine_ctas, 1, 2**31 - 1, "blocks")
+            combine_ctas = check_int("combine_ctas", combine_ctas, 1, 2**31 - 1, "blocks")
             return combine_ctas, self.kv_heads
         count = multiprocessors(device)
         if count is None:

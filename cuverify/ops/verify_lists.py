@@ -103,7 +103,7 @@ class VerifyLists:
         out_cache_loc: Any = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "drafts")
+        num_tokens = check_int("num_tokens", num_tokens, 1, MAX_TOKENS, "drafts")
         if drafts not in get_args(Drafts):
             raise ArgumentError("drafts", drafts, f"use one of {get_args(Drafts)}")
         listed = kv_indices is not None

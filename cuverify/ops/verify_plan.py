@@ -157,10 +157,10 @@ def plan_workspace(max_batch: int, max_tokens: int, heads: int, num_ctas: int) -
     ArgumentError
         Naming the argument.
     """
-    check_int("max_batch", max_batch, 1, _MAX_BATCH, "requests")
-    check_int("max_tokens", max_tokens, 1, _MAX_BATCH * MAX_TREE_TOKENS, "tree tokens")
-    check_int("num_ctas", num_ctas, 1, _MAX_CTAS, "blocks")
-    check_int("heads", heads, 1, _MAX_HEADS, "query rows of a token")
+    max_batch = check_int("max_batch", max_batch, 1, _MAX_BATCH, "requests")
+    max_tokens = check_int("max_tokens", max_tokens, 1, _MAX_BATCH * MAX_TREE_TOKENS, "tree tokens")
+    num_ctas = check_int("num_ctas", num_ctas, 1, _MAX_CTAS, "blocks")
+    heads = check_int("heads", heads, 1, _MAX_HEADS, "query rows of a token")
     return {
         "work": Buffer((max_row_tiles(max_batch, max_tokens, heads) + num_ctas, 6), "int32"),
         "cta_work": Buffer((num_ctas, 4), "int32"),
@@ -294,7 +294,9 @@ class VerifyPlan:
         variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
-        check_int("max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree")
+        max_tree_tokens = check_int(
+            "max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree"
+        )
         given = {"seq_lens": seq_lens, "qo_indptr": qo_indptr}
         optional = {
             "kv_indices": kv_indices,
@@ -330,6 +332,7 @@ class VerifyPlan:
         sizes = plan_workspace(batch, max_tokens, heads, num_ctas)
         need = f"{batch} requests, {max_tokens} tokens, {heads} heads and {num_ctas} blocks"
         check_workspace(held, sizes, need)
+        heads, max_tokens = int(heads), int(max_tokens)  # they may be numpy's
         listed = [inputs["kv_indices"]] if gathers else []
         others = [tensor for name, tensor in inputs.items() if name != "kv_indices" or not gathers]
         refuse_overlap([*held.values(), *listed], others)

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
 _WORD = 64
-_KINDS: Mapping[str, Narrow] = {
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float8_e4m3fn": "fp8_e4m3",
-}
 
 
 @dataclass(eq=False)
@@ -71,9 +66,20 @@ class VerifyBackend:
         The query-only mask that the tree builder fills for graphs; made with the static buffers.
     text : VariantName
         Which text attends: `variant` of the class, or that of the rule.
+
+    Raises
+    ------
+    ArgumentError
+        The pool holds what is none of `kinds`.
     """
 
     variant: ClassVar[VariantName | None] = None
+    kinds: ClassVar[Mapping[str, Narrow]] = {
+        "torch.bfloat16": "bf16",
+        "torch.float16": "fp16",
+        "torch.float8_e4m3fn": "fp8_e4m3",
+    }
+    """What a pool may hold, by the name of its dtype."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self.device = model_runner.device
@@ -84,13 +90,10 @@ class VerifyBackend:
         self.max_context_len = model_runner.max_context_len
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.element: Element = "fp16" if str(model_runner.dtype) == "torch.float16" else "bf16"
-        self.text = self.variant or choose_variant(
-            capability(tensor_of("req_to_token", self.req_to_token).device),
-            latent=model_runner.latent,
-            rope=model_runner.rope,
-            sm_scale=model_runner.scaling,
-            pool=_KINDS[str(model_runner.kv_cache_dtype)],
-        )
+        held = str(model_runner.kv_cache_dtype)
+        if held not in self.kinds:
+            raise ArgumentError("kv_cache_dtype", held, f"wants one of {', '.join(self.kinds)}")
+        self.choose_text(model_runner, self.kinds[held])
         self.forward_metadata: Metadata | None = None
         self.verify_mask: VerifyMask | None = None
         self._graph_tables: _Tables | None = None
@@ -207,6 +210,16 @@ class VerifyBackend:
         return out
 
     # What depends on how rows are kept
+
+    def choose_text(self, model_runner: ModelRunner, pool: Narrow) -> None:
+        """Choose the text that attends to what the pool holds."""
+        self.text = self.variant or choose_variant(
+            capability(tensor_of("req_to_token", self.req_to_token).device),
+            latent=model_runner.latent,
+            rope=model_runner.rope,
+            sm_scale=model_runner.scaling,
+            pool=pool,
+        )
 
     def make_plan(self, seq_lens: Any, qo_indptr: Any, **more: Any) -> VerifyPlan:
         """Return a plan for a batch size; parameters as for `VerifyPlan`."""

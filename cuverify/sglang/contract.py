@@ -374,11 +374,11 @@ class VerifyRunner(Protocol):
 
         Parameters
         ----------
-        q : tensor of `ModelRunner.dtype`, shape (T, H, D)
-        k : tensor of the same, shape (T, 1, D)
+        q : tensor of `ModelRunner.dtype`, shape (T, H, `Layer.head_dim`)
+        k : tensor of the same, shape (T, `Layer.tp_k_head_num`, `Layer.head_dim`)
             Rows of the drafts, not yet in the pool.
-        v : tensor of the same, shape (T, 1, latent)
-            A view of `k`.
+        v : tensor of the same, shape (T, `Layer.tp_k_head_num`, `Layer.v_head_dim`)
+            A view of `k`, or rows of their own where keys and values are apart.
         layer : Layer
         forward_batch : ForwardBatch
         save_kv_cache : bool
@@ -386,7 +386,7 @@ class VerifyRunner(Protocol):
 
         Returns
         -------
-        tensor of the same, shape (T, H, latent) or (T, H * latent)
+        tensor of the same, shape (T, H, `Layer.v_head_dim`) or (T, H * `Layer.v_head_dim`)
         """
 
 

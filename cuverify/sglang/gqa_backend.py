@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cuverify.narrow import Narrow
 from cuverify.sglang.backend import VerifyBackend
-from cuverify.sglang.contract import Layer
+from cuverify.sglang.contract import Layer, ModelRunner
 
 if TYPE_CHECKING:
     from cuverify.ops.verify_plan import VerifyPlan
@@ -22,8 +23,12 @@ class GqaVerifyBackend(VerifyBackend):
     """
 
     kv_heads = 2
+    kinds: ClassVar[Mapping[str, Narrow]] = {"torch.bfloat16": "bf16"}
     values: ClassVar[Mapping[int, Mapping[str, int]] | None] = None
     """`-D` values by the query rows of a row tile, in place of those that fit the GPU."""
+
+    def choose_text(self, model_runner: ModelRunner, pool: Narrow) -> None:
+        """Do nothing: there is one text for keys and values that are apart."""
 
     def make_plan(self, seq_lens: Any, qo_indptr: Any, **more: Any) -> VerifyPlan:
         """Return a plan for a batch size; parameters as for `plan_verify_gqa`."""

@@ -309,7 +309,8 @@ def inputs_of(shape: Shape, requests: int, seed: int, lengths: Lengths, fill: in
     batch = VerifyBatch(
         layout,
         tuple(_tree(n, rng) for _ in range(requests)),
-        heads=-(-shape.heads // 8) * 8,
+        # of grouped queries the batch has layout and trees alone: its heads are nobody's
+        heads=-(-shape.heads // 8) * 8 if separate else shape.heads,
         latent=latent,
         rope=rope,
         sm_scale=shape.sm_scale,
