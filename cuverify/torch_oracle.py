@@ -35,8 +35,9 @@ def verify_attention(
     draft_slots: Any = None,
     kv_scale: float = 1.0,
     device: str = "cuda",
+    exact: bool = True,
 ) -> Attention:
-    """Compute what `cuverify.reference.verify_attention.verify_attention` does, in torch's float64.
+    """Compute what `cuverify.reference.verify_attention.verify_attention` does, in torch.
 
     Parameters
     ----------
@@ -46,66 +47,14 @@ def verify_attention(
         As there, on the host.
     device : str
         Where to compute. Waits for it.
+    exact : bool
+        In float64, or else as `baseline_attention` does.
 
     Returns
     -------
     Attention
         On the host.
     """
-    return _latent_attention(
-        q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
-        draft_slots, kv_scale, device, exact=True,
-    )  # fmt: skip
-
-
-def baseline_attention(
-    q: Any,
-    pool: Any,
-    *,
-    latent: int,
-    sm_scale: float,
-    qo_indptr: NDArray[Any],
-    kv_indptr: NDArray[Any],
-    kv_indices: Any,
-    visible: Any,
-    draft_kv: Any = None,
-    draft_slots: Any = None,
-    kv_scale: float = 1.0,
-    device: str = "cuda",
-) -> Attention:
-    """Attend as torch would in 16 bits: gather, matrix product, softmax, matrix product.
-
-    Products are accumulated in float32, the softmax is float32, its weights are rounded to the type
-    of the queries for the second product, and so is the result; a pool of codes is made float32
-    first, which rounds nothing. Parameters are those of `verify_attention`.
-
-    Returns
-    -------
-    Attention
-        The rounded output and the float32 log-sum-exp, held in float64; `spread` as in the oracle.
-    """
-    return _latent_attention(
-        q, pool, latent, sm_scale, qo_indptr, kv_indptr, kv_indices, visible, draft_kv,
-        draft_slots, kv_scale, device, exact=False,
-    )  # fmt: skip
-
-
-def _latent_attention(
-    q: Any,
-    pool: Any,
-    latent: int,
-    sm_scale: float,
-    qo_indptr: NDArray[Any],
-    kv_indptr: NDArray[Any],
-    kv_indices: Any,
-    visible: Any,
-    draft_kv: Any,
-    draft_slots: Any,
-    kv_scale: float,
-    device: str,
-    *,
-    exact: bool,
-) -> Attention:
     rows = _stored(pool, device)
     rows = rows.reshape(len(rows), rows.shape[-1])
     drafts = None if draft_kv is None else _stored(draft_kv, device)
@@ -125,6 +74,26 @@ def _latent_attention(
         device=device,
         exact=exact,
     )
+
+
+def baseline_attention(q: Any, pool: Any, **arguments: Any) -> Attention:
+    """Attend as torch would in 16 bits: gather, matrix product, softmax, matrix product.
+
+    Products are accumulated in float32, the softmax is float32, its weights are rounded to the type
+    of the queries for the second product, and so is the result; a pool of codes is made float32
+    first, which rounds nothing.
+
+    Parameters
+    ----------
+    q, pool, **arguments
+        As for `verify_attention`.
+
+    Returns
+    -------
+    Attention
+        The rounded output and the float32 log-sum-exp, held in float64; `spread` as in the oracle.
+    """
+    return verify_attention(q, pool, exact=False, **arguments)
 
 
 def attend(
