@@ -63,7 +63,12 @@ class Variant:
 
 
 VARIANTS: Mapping[VariantName, Variant] = {
-    "portable": Variant("verify_attention", ("verify_partials", "verify_combine"), 256),
+    "portable": Variant(
+        "verify_attention",
+        ("verify_partials", "verify_combine"),
+        256,
+        plan={"LEAST_ROWS": 16, "ROOT_HALVES": 2},
+    ),
     "sm90": Variant(
         "verify_attention_sm90",
         ("verify_partials_sm90", "verify_combine_sm90"),

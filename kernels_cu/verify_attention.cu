@@ -20,7 +20,9 @@
 // all of the band's queries (the four partial scores meet in shared memory), then does the softmax
 // of 8 query rows, then multiplies a quarter of V's columns with all of the band's probabilities.
 // So one fragment of K or V that a warp loads serves 32 columns, queries and accumulators stay in
-// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills.
+// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills. The second
+// band is half a tile behind the first: of the two warps of a scheduler, one multiplies while the
+// other one does its softmax. (Of a pool of codes, both do the same at once.)
 //
 // Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
 // of float32, and the rounding is that of `out` itself, averaged over the pieces.
@@ -35,10 +37,12 @@
 // Both kernels: no host reads, no allocation, addresses 64 bits wide, the same bits at every run.
 
 #include "combine.cuh"
+#include "early.cuh"
 #include "element.cuh"
 #include "fp8_e4m3.cuh"
 #include "item.cuh"
 #include "merge.cuh"
+#include "prefetch.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
@@ -123,12 +127,16 @@ constexpr int KV_PIECE = 16 / BYTES_OF(KV_ELEMENT);  // elements of a 16-byte ac
 constexpr int KV_ROW_PIECES = DIM / KV_PIECE;
 constexpr int KV_PITCH = CODES ? DIM : PITCH;   // from row to row where the copies go
 constexpr int CODES_AT = TILES * TILE * PITCH;  // in the ring: behind the tiles
+constexpr int LAG = CODES ? 0 : 1;              // halves of a tile that the second band is behind
+constexpr int FRAGMENTS = 3;                    // of K or V that a warp holds
+constexpr int ROWS_A_WARP = TILE / (THREADS / 32);  // that it fetches of a tile
+constexpr int LIST_TILES = 32 / ROWS_A_WARP;        // whose slots a warp's lanes hold
 
 static_assert(LATENT % 16 == 0 && ROPE % 16 == 0 && LATENT >= 16 && ROPE >= 16, "whole fragments");
 static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "a group of columns is of one token");
 static_assert(GROUPS == BAND_WARPS, "each warp does the softmax of one group");
 static_assert(BANDS * GROUPS * GROUP == ROW_TILE, "a block holds one row tile");
-static_assert(STAGES >= 4, "the ring also holds a row tile of outputs");
+static_assert(STAGES >= 4 && AHEAD <= LIST_TILES, "the ring also holds a row tile of outputs");
 static_assert(CODES_AT * 2 + (CODES ? STAGES * TILE * DIM : 0) <= STAGES * TILE * PITCH * 2,
               "codes and the two tiles made of them find room in the ring");
 static_assert((COMBINE_THREADS & (COMBINE_THREADS - 1)) == 0 && COMBINE_THREADS >= 32 &&
@@ -155,7 +163,10 @@ struct Place {
     int copy_row;   // the row of a tile that the thread helps to fetch,
     int copy_lane;  // as one of 16
 
-    __device__ __forceinline__ explicit Place(int thread)
+    __device__ __forceinline__ explicit Place(int thread_number)
+        : Place(static_cast<unsigned>(thread_number)) {}
+
+    __device__ __forceinline__ explicit Place(unsigned thread)
         : lane(thread % 32),
           warp(thread / 32 % BAND_WARPS),
           band(thread / (32 * BAND_WARPS)),
@@ -176,53 +187,70 @@ struct KvRows {
     long long draft_stride;
     const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
 
-    // The entry of the list at a position of the prefix. Looked up a tile ahead of the row itself and
-    // not touched before, not even to be widened: a warp would wait for it.
-    __device__ __forceinline__ KV_INDEX listed(const Item& item, int position) const {
+    // Entries of the list for LIST_TILES tiles from position `start` on, of the rows that this warp
+    // fetches. Lane l holds that of row l % 2 of the warp's in tile l / 2: looked up once in a while,
+    // because a warp waits for what it looks up no later than at the next barrier.
+    __device__ __forceinline__ KV_INDEX look_up(const Item& item, int start, Place place) const {
+        const int position = start + place.lane / ROWS_A_WARP * TILE +
+                             place.copy_row / ROWS_A_WARP * ROWS_A_WARP + place.lane % ROWS_A_WARP;
         return position < min(item.prefix, item.end) ? kv_indices[item.first_index + position] : 0;
     }
 
+    // Asks for all entries of the item.
+    __device__ __forceinline__ void prefetch(const Item& item, int thread) const {
+        const int end = min(item.prefix, item.end);
+        constexpr int LINE = 128 / static_cast<int>(sizeof(KV_INDEX));
+#pragma unroll 1
+        for (int position = item.begin + thread * LINE; position < end;
+             position += THREADS * LINE) {
+            prefetch_l2(kv_indices + item.first_index + position);
+        }
+    }
+
     // Starts the copy of row `place.copy_row` of the tile at position `start` into `tile`: this
-    // thread's pieces of it. Rows past the end become zeros; a tile past the end is left alone, and
-    // so is a row beside codes that is none of them.
-    __device__ __forceinline__ void fetch(const Item& item, int start, KV_INDEX listed,
+    // thread's pieces of it. Rows past the end become zeros, and a row beside codes that is none of
+    // them is left alone. `whole`: all of the tile's rows are there and of the prefix.
+    __device__ __forceinline__ void fetch(const Item& item, int start, bool whole, KV_INDEX listed,
                                           kv_bits* tile, Place place) const {
-        if (start >= item.end) {
-            return;
-        }
-        const int position = start + place.copy_row;
-        const bool present = position < item.end;
-        const bool in_tree = present && position >= item.prefix;
-        const bool separate = in_tree && out_cache_loc == nullptr;
-        if (CODES && separate) {
-            return;
-        }
-        long long slot = static_cast<long long>(listed);
-        if (in_tree) {
-            const long long token = item.first_token + (position - item.prefix);
-            slot = separate ? token : out_cache_loc[token];
-        }
-        const kv_bits* from = separate
-                                  ? reinterpret_cast<const kv_bits*>(draft_kv + slot * draft_stride)
-                                  : kv + slot * kv_stride;
-        from = (present ? from : kv) + place.copy_lane * KV_PIECE;
         kv_bits* to = tile + place.copy_row * KV_PITCH + place.copy_lane * KV_PIECE;
-        if (!present || separate || (slot >= 0 && slot < num_slots)) {
-            const int bytes = present ? 16 : 0;
-#pragma unroll
-            for (int piece = 0; piece < KV_ROW_PIECES; piece += COPY_LANES) {
-                if (piece + COPY_LANES <= KV_ROW_PIECES ||
-                    piece + place.copy_lane < KV_ROW_PIECES) {
-                    ptx::cp_async16(to + piece * KV_PIECE, from + piece * KV_PIECE, bytes);
+        const kv_bits* from = kv;
+        long long slot = static_cast<long long>(listed);
+        bool given = true;
+        bool pooled = true;
+        if (__builtin_expect(!whole, 0)) {
+            const int position = start + place.copy_row;
+            given = position < item.end;
+            if (given && position >= item.prefix) {
+                const long long token = item.first_token + (position - item.prefix);
+                if (out_cache_loc != nullptr) {
+                    slot = out_cache_loc[token];
+                } else if (CODES) {
+                    return;
+                } else {
+                    pooled = false;
+                    from = reinterpret_cast<const kv_bits*>(draft_kv + token * draft_stride);
                 }
             }
-        } else {
-            // Scores become NaN by the columns that only K has. Those of V are 0: a query row that
-            // does not see this one adds 0 times it.
+        }
+        if (__builtin_expect(!given || (pooled && (slot < 0 || slot >= num_slots)), 0)) {
+            // Scores of a slot that is none become NaN by the columns that only K has. Those of V are
+            // 0: a query row that does not see this one adds 0 times it.
+#pragma unroll 1
             for (int piece = place.copy_lane; piece < KV_ROW_PIECES; piece += COPY_LANES) {
-                const unsigned bits = piece < LATENT / KV_PIECE ? 0 : ALL;
+                const unsigned bits = !given || piece < LATENT / KV_PIECE ? 0 : ALL;
                 store128(to, make_uint4(bits, bits, bits, bits));
                 to += COPY_LANES * KV_PIECE;
+            }
+            return;
+        }
+        if (pooled) {
+            from += slot * kv_stride;
+        }
+        from += place.copy_lane * KV_PIECE;
+#pragma unroll
+        for (int piece = 0; piece < KV_ROW_PIECES; piece += COPY_LANES) {
+            if (piece + COPY_LANES <= KV_ROW_PIECES || piece + place.copy_lane < KV_ROW_PIECES) {
+                ptx::cp_async16(to + piece * KV_PIECE, from + piece * KV_PIECE);
             }
         }
     }
@@ -274,15 +302,16 @@ struct QuerySource {
             const int row = first_row + group * GROUP + place.lane / 4;
             const long long token = item.first_token + row / HEADS;
             const int head = row % HEADS;
-            const bits16* from_latent = latent + token * stride + head * head_stride;
-            const bits16* from_rope = rope + token * rope_stride + head * rope_head_stride;
+            const int column = place.warp * K_OWN * 16 + place.lane % 4 * 2;
+            const bits16* from_latent = latent + token * stride + head * head_stride + column;
+            const bits16* from_rope =
+                rope + token * rope_stride + head * rope_head_stride + (column - LATENT);
 #pragma unroll
             for (int k = 0; k < K_OWN; ++k) {
-                const int column = (place.warp * K_OWN + k) * 16 + place.lane % 4 * 2;
+                const int step = place.warp * K_OWN + k;
                 q[k][group][0] = q[k][group][1] = 0;
-                if (row < item.rows && column < DIM) {
-                    const bits16* from =
-                        column < LATENT ? from_latent + column : from_rope + (column - LATENT);
+                if (row < item.rows && (K_STEPS % BAND_WARPS == 0 || step < K_STEPS)) {
+                    const bits16* from = (step < LATENT / 16 ? from_latent : from_rope) + k * 16;
                     q[k][group][0] = *reinterpret_cast<const unsigned*>(from);
                     q[k][group][1] = *reinterpret_cast<const unsigned*>(from + 8);
                 }
@@ -291,62 +320,88 @@ struct QuerySource {
     }
 };
 
-// Writes this warp's share of S^T = K Q^T, summed over its columns of K, for all groups of the
-// band.
-__device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* tile, Place place,
-                                              float* scores) {
-    float s[GROUPS][4] = {};
-    const bits16* row =
-        tile + place.lane % 16 * PITCH + place.lane / 16 * 8 + place.warp * K_OWN * 16;
+// What a warp does with two tiles: its share of S^T = K Q^T over the tile `keys`, summed over its
+// columns of K, for all groups of the band, and O^T = O^T * rescale + V^T P^T over the tile `values`
+// before it, for its columns of V. Fragments are asked for FRAGMENTS - 1 products ahead.
+template <bool KEYS, bool VALUES>
+__device__ __forceinline__ void multiply(const Queries& q, Accumulators& acc, const bits16* keys,
+                                         const bits16* values, Place place, float* scores,
+                                         const uint2* probabilities, const float2* rescale) {
+    constexpr int BEGIN = KEYS ? 0 : K_OWN;
+    constexpr int END = VALUES ? K_OWN + V_OWN : K_OWN;
+    keys += place.lane % 16 * PITCH + place.lane / 16 * 8 + place.warp * K_OWN * 16;
+    values += (place.lane % 8 + place.lane / 16 * 8) * PITCH + place.lane / 8 % 2 * 8 +
+              place.warp * V_OWN * 16;
+    const auto given = [&](int step) {  // whether the warp has that many columns
+        return step < K_OWN
+                   ? K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + step < K_STEPS
+                   : V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + step - K_OWN < V_BLOCKS;
+    };
+    unsigned a[FRAGMENTS][4];
+    const auto load = [&](int step) {
+        if (step >= END || !given(step)) {
+        } else if (step < K_OWN) {
+            ptx::ldmatrix_x4(a[step % FRAGMENTS], keys + step * 16);
+        } else {
+            ptx::ldmatrix_x4_trans(a[step % FRAGMENTS], values + (step - K_OWN) * 16);
+        }
+    };
 #pragma unroll
-    for (int k = 0; k < K_OWN; ++k) {
-        if (K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + k < K_STEPS) {
-            unsigned a[4];
-            ptx::ldmatrix_x4(a, row + k * 16);
+    for (int step = BEGIN; step < BEGIN + FRAGMENTS - 1; ++step) {
+        load(step);
+    }
+    if (VALUES) {
+        bool larger = false;
+        float2 scale[GROUPS];
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            scale[group] = rescale[group * 4 + place.lane % 4];
+            larger = larger || scale[group].x != 1.0f || scale[group].y != 1.0f;
+        }
+        if (__builtin_expect(larger, 0)) {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(s[group], a, q[k][group]);
+#pragma unroll
+                for (int block = 0; block < V_OWN; ++block) {
+                    acc.o[block][group][0] *= scale[group].x;
+                    acc.o[block][group][1] *= scale[group].y;
+                    acc.o[block][group][2] *= scale[group].x;
+                    acc.o[block][group][3] *= scale[group].y;
+                }
             }
         }
     }
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
-                 make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
-                            __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
-    }
-}
-
-// O^T = O^T * rescale + V^T P^T over one tile, for this warp's columns of V.
-__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* tile, Place place,
-                                                const uint2* probabilities, const float2* rescale) {
+    float s[GROUPS][4] = {};
     unsigned p[GROUPS][2];
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const uint2 both = probabilities[group * 32 + place.lane];
-        p[group][0] = both.x;
-        p[group][1] = both.y;
-        const float2 scale = rescale[group * 4 + place.lane % 4];
-        if (scale.x != 1.0f || scale.y != 1.0f) {
-#pragma unroll
-            for (int block = 0; block < V_OWN; ++block) {
-                acc.o[block][group][0] *= scale.x;
-                acc.o[block][group][1] *= scale.y;
-                acc.o[block][group][2] *= scale.x;
-                acc.o[block][group][3] *= scale.y;
-            }
-        }
-    }
-    const bits16* row =
-        tile + (place.lane % 8 + place.lane / 16 * 8) * PITCH + place.lane / 8 % 2 * 8;
-#pragma unroll
-    for (int block = 0; block < V_OWN; ++block) {
-        if (V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + block < V_BLOCKS) {
-            unsigned a[4];
-            ptx::ldmatrix_x4_trans(a, row + (place.warp * V_OWN + block) * 16);
+    for (int step = BEGIN; step < END; ++step) {
+        load(step + FRAGMENTS - 1);
+        if (VALUES && step == K_OWN) {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][group], a, p[group]);
+                const uint2 both = probabilities[group * 32 + place.lane];
+                p[group][0] = both.x;
+                p[group][1] = both.y;
+            }
+        }
+        if (given(step)) {
+            const unsigned (&fragment)[4] = a[step % FRAGMENTS];
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                if (step < K_OWN) {
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(s[group], fragment, q[step][group]);
+                } else {
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
+                    (acc.o[step - K_OWN][group], fragment, p[group]);
+                }
+            }
+        }
+        if (KEYS && step == K_OWN - 1) {
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
+                         make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
+                                    __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
             }
         }
     }
@@ -364,22 +419,34 @@ struct Softmax {
     float sum[2];
     float rounded_sum[2];
 
+    // Takes the largest scores of each lane. Where that of a query row has grown by enough, also from
+    // -inf, it is the new maximum, and `factor` what has been accumulated is worth of what it was.
+    __device__ __forceinline__ void raise(const float (&largest)[2], float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float of_row = fmaxf(largest[i], __shfl_xor_sync(ALL, largest[i], 4));
+            of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 8));
+            of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 16));
+            if (of_row > max[i] + RESCALE_ABOVE) {
+                factor[i] = ptx::exp2_approx(max[i] - of_row);
+                max[i] = of_row;
+            }
+        }
+    }
+
     // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as an
     // operand and the factor for what has been accumulated before.
     __device__ __forceinline__ void step(float (&x)[4], float2 unit, float2 value,
                                          uint2& probabilities, float2& rescale) {
-        float factor[2];
+        float factor[2] = {1.0f, 1.0f};
+        const float largest[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};  // of this lane
+        const bool larger =
+            largest[0] > max[0] + RESCALE_ABOVE || largest[1] > max[1] + RESCALE_ABOVE;
+        if (__builtin_expect(__any_sync(ALL, larger), 0)) {
+            raise(largest, factor);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float largest = fmaxf(x[i], x[i + 2]);
-            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 4));
-            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 8));
-            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 16));
-            factor[i] = 1.0f;
-            if (largest > max[i] + RESCALE_ABOVE) {  // also the first time, from -inf
-                factor[i] = ptx::exp2_approx(max[i] - largest);
-                max[i] = largest;
-            }
             const float base = max[i] == minus_infinity() ? 0.0f : max[i];
             x[i] = ptx::exp2_approx(x[i] - base);
             x[i + 2] = ptx::exp2_approx(x[i + 2] - base);
@@ -484,23 +551,15 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
     }
 }
 
-// Starts the copies of the item's first tiles, one commit group each; looks up the slot of the
-// next.
-__device__ __forceinline__ KV_INDEX fetch_first(const KvRows& source, const Item& item,
-                                                kv_bits* room, Place place) {
-    KV_INDEX listed[AHEAD + 1];
-#pragma unroll
-    for (int stage = 0; stage <= AHEAD; ++stage) {
-        listed[stage] = source.listed(item, item.begin + stage * TILE + place.copy_row);
-    }
-#pragma unroll
-    for (int stage = 0; stage < AHEAD; ++stage) {
-        source.fetch(item, item.begin + stage * TILE, listed[stage], room + stage * TILE * KV_PITCH,
-                     place);
-        ptx::cp_async_commit();
-    }
-    return listed[AHEAD];
-}
+// How an item is divided into tiles.
+struct Tiles {
+    int count;
+    int whole;  // the first ones, of which all rows are there and of the prefix
+
+    __device__ __forceinline__ explicit Tiles(const Item& item)
+        : count((item.end - item.begin + TILE - 1) / TILE),
+          whole((min(item.prefix, item.end) - item.begin) / TILE) {}
+};
 
 // Puts a warp's normalised outputs into shared memory as rows of the row tile.
 __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const float2* all_factors,
@@ -564,6 +623,7 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 256
+// @early
 // @shared STAGES * 16 * (LATENT + ROPE + 8) * 2 + 16384 + 2048 + 256 + 256 + 48
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
@@ -596,6 +656,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const QuerySource queries = {q_latent,      q_rope,      q_stride,
                                  q_head_stride, rope_stride, rope_head_stride};
 
+    early::wait_for_dependency();
+    early::launch_dependents();  // not before: they read the plan, too, which may just be made
     if (thread_anew() == 0) {
         item.next = cta_work[blockIdx.x * 4];
     }
@@ -608,10 +670,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             break;
         }
         const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
-        int start = item.begin;  // of the present tile
 
         kv_bits* const room = reinterpret_cast<kv_bits*>(ring + (CODES ? CODES_AT : 0));
-        KV_INDEX next = fetch_first(source, item, room, Place(thread_anew()));
+        const auto arriving = [&](int tile) {  // where a tile comes
+            return room + static_cast<unsigned>(tile) % STAGES * (TILE * KV_PITCH);
+        };
+        const Tiles tiles(item);
+        KV_INDEX list;
+        {
+            const Place own(thread_anew());
+            list = source.look_up(item, item.begin, own);
+#pragma unroll 1
+            for (int ahead = 0; ahead < AHEAD; ++ahead) {
+                const KV_INDEX listed =
+                    __shfl_sync(ALL, list, ahead * ROWS_A_WARP + own.lane / COPY_LANES);
+                if (ahead < tiles.count) {
+                    source.fetch(item, item.begin + ahead * TILE, ahead < tiles.whole, listed,
+                                 arriving(ahead), own);
+                }
+                ptx::cp_async_commit();
+            }
+        }
+        source.prefetch(item, thread_anew());
         load_masks(item, visible, words, masks, thread_anew());
         Queries q;
         if (active) {
@@ -620,68 +700,88 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Accumulators acc = {};
         Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
 
-        int stage = 0;
-        if (CODES) {
-            ptx::cp_async_wait<STAGES - 1>();
-            source.widen(item, start, room, ring, Place(thread_anew()));
+        ptx::cp_async_wait<AHEAD - 1>();
+        if (CODES && tiles.count > 0) {
+            source.widen(item, item.begin, room, ring, Place(thread_anew()));
         }
-        for (;;) {
-            if (!CODES) {
-                ptx::cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        // In even steps a band multiplies with the next tile's K and the last one's V, in odd ones it
+        // does the softmax in between. The second band is LAG steps behind.
+        const auto in_ring = [&](int tile) {
+            return ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH);
+        };
+        const int last = 2 * tiles.count + LAG;
+        int step = -LAG * place.band;  // of this band
+        for (int turn = 0;; ++turn, ++step) {
+            const int tile = step >> 1;
+            if ((step & 1) == 0) {
+                const bits16* keys = in_ring(tile);
+                const bits16* values = in_ring(tile - 1 + TILES);
+                if (!active) {
+                } else if (__builtin_expect(tile > 0 && tile < tiles.count, 1)) {
+                    multiply<true, true>(q, acc, keys, values, place, scores, probabilities,
+                                         factors);
+                } else if (tile == 0 && tiles.count > 0) {
+                    multiply<true, false>(q, acc, keys, values, place, scores, probabilities,
+                                          factors);
+                } else if (tile > 0 && tile == tiles.count) {
+                    multiply<false, true>(q, acc, keys, values, place, scores, probabilities,
+                                          factors);
+                }
+            } else if (step >= 0 && tile < tiles.count) {
+                const Place own(thread_anew());
+                // The tile before has been used up by all, but where the other band is behind, the
+                // one before that: its place in the ring is free.
+                const int coming = tile + AHEAD - (LAG - (turn - step));
+                if (coming >= AHEAD) {
+                    if (coming % LIST_TILES == 0) {
+                        list = source.look_up(item, item.begin + coming * TILE, own);
+                    }
+                    const KV_INDEX listed = __shfl_sync(
+                        ALL, list, coming % LIST_TILES * ROWS_A_WARP + own.lane / COPY_LANES);
+                    if (coming < tiles.count) {
+                        source.fetch(item, item.begin + coming * TILE, coming < tiles.whole, listed,
+                                     arriving(coming), own);
+                    }
+                    ptx::cp_async_commit();
+                }
+                if (CODES) {
+                    // Its own pieces only, which nobody else has to wait for.
+                    ptx::cp_async_wait<AHEAD - 1>();
+                    if (tile + 1 < tiles.count) {
+                        source.widen(item, item.begin + (tile + 1) * TILE, arriving(tile + 1),
+                                     in_ring(tile + 1), own);
+                    }
+                }
+                if (active) {
+                    float x[4];
+                    float2 unit = make_float2(1.0f, 1.0f);
+                    float2 value = make_float2(1.0f, 1.0f);
+                    gather_scores(x, all_scores, own,
+                                  (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
+                    if (tile >= tiles.whole) {
+                        const int position = item.begin + tile * TILE + own.lane / 4;
+                        if (CODES && out_cache_loc == nullptr) {
+                            to_units(x, item, position, kv_scale, unit, value);
+                        }
+                        hide(x, item, position, masks + own.group * MAX_WORDS);
+                    }
+                    uint2 p;
+                    float2 rescale;
+                    softmax.step(x, unit, value, p, rescale);
+                    all_probabilities[own.group * 32 + own.lane] = p;
+                    if (own.lane < 4) {
+                        all_factors[own.group * 4 + own.lane] = rescale;
+                    }
+                }
             }
-            __syncthreads();
-            const int before = stage == 0 ? TILES - 1 : stage - 1;
-            const bool last = start >= item.end;  // and behind the last tile
-            if (active && !last) {
-                multiply_keys(q, ring + stage * TILE * PITCH, place, scores);
-            }
-            if (active && start > item.begin) {
-                multiply_values(acc, ring + before * TILE * PITCH, place, probabilities, factors);
-            }
-            if (last) {
+            if (turn == last) {
                 break;
             }
+            if (!CODES && turn % 2 != 0) {  // the first band goes on to another tile
+                ptx::cp_async_wait<AHEAD - 1 - LAG>();
+            }
             __syncthreads();
-
-            const Place own(thread_anew());
-            // The tile before has been used up by all: its place in the ring is free.
-            const int coming = start + AHEAD * TILE;
-            const auto arriving = [&](int tile) {  // where codes of a tile of the item come
-                return room + (tile - item.begin) / TILE % STAGES * TILE * KV_PITCH;
-            };
-            source.fetch(item, coming, next,
-                         CODES ? arriving(coming) : room + before * TILE * KV_PITCH, own);
-            ptx::cp_async_commit();
-            next = source.listed(item, coming + TILE + own.copy_row);
-            if (CODES) {
-                // Its own pieces only, which nobody else has to wait for.
-                ptx::cp_async_wait<STAGES - 1>();
-                source.widen(item, start + TILE, arriving(start + TILE),
-                             ring + before * TILE * PITCH, own);
-            }
-            if (active) {
-                float x[4];
-                float2 unit = make_float2(1.0f, 1.0f);
-                float2 value = make_float2(1.0f, 1.0f);
-                gather_scores(x, all_scores, own,
-                              (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
-                if (start + TILE > min(item.prefix, item.end)) {
-                    const int position = start + own.lane / 4;
-                    if (CODES && out_cache_loc == nullptr) {
-                        to_units(x, item, position, kv_scale, unit, value);
-                    }
-                    hide(x, item, position, masks + own.group * MAX_WORDS);
-                }
-                uint2 p;
-                float2 rescale;
-                softmax.step(x, unit, value, p, rescale);
-                all_probabilities[own.group * 32 + own.lane] = p;
-                if (own.lane < 4) {
-                    all_factors[own.group * 4 + own.lane] = rescale;
-                }
-            }
-            start += TILE;
-            stage = stage == TILES - 1 ? 0 : stage + 1;
         }
         __syncthreads();  // the factors and the ring have been read
 
@@ -710,20 +810,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             stage_outputs(acc, all_factors, Place(thread_anew()), ring);
         }
         __syncthreads();
-#pragma unroll 1
-        for (int piece = thread_anew(); piece < ROW_TILE * OUT_PIECES; piece += THREADS) {
+        const int first = item.row_tile * ROW_TILE;
+        const int pieces = min(ROW_TILE, item.rows - first) * OUT_PIECES;
+        const long long first_token = item.first_token;
+        bits16* const partial =
+            item.slot < 0 ? nullptr : partial_out + item.slot * (ROW_TILE * LATENT * 1ll);
+#pragma unroll 4
+        for (int piece = thread_anew(); piece < pieces; piece += THREADS) {
             const int row = piece / OUT_PIECES;
             const int column = piece % OUT_PIECES * PIECE;
-            const int flat = item.row_tile * ROW_TILE + row;
-            if (flat < item.rows) {
-                const long long token = item.first_token + flat / HEADS;
-                bits16* to =
-                    item.slot < 0
-                        ? out + token * out_stride + flat % HEADS * LATENT
-                        : partial_out +
-                              (item.slot * static_cast<long long>(ROW_TILE) + row) * LATENT;
-                store128(to + column, load128(ring + row * OUT_PITCH + column));
-            }
+            const int flat = first + row;
+            bits16* to = partial != nullptr ? partial + row * LATENT + column
+                                            : out + (first_token + flat / HEADS) * out_stride +
+                                                  flat % HEADS * LATENT + column;
+            store128(to, load128(ring + row * OUT_PITCH + column));
         }
         __syncthreads();  // the ring is filled anew
     }
@@ -747,6 +847,7 @@ namespace {}  // namespace
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
+// @early
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
@@ -758,6 +859,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
+    early::wait_for_dependency();
     while (turns.next(turn)) {
         combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE>(
             turns, turn, HEADS, partial_out, partial_lse, ROW_TILE, means,

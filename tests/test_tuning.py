@@ -243,7 +243,7 @@ def test_a_table_is_written_and_keeps_what_is_not_searched(
 
     monkeypatch.setattr(gpu, "gpu_name", lambda: "NVIDIA RTX PRO 6000")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
-    monkeypatch.setattr(tuner, "Measuring", lambda: best_at(STAGES=5, ROOT_HALVES=2))
+    monkeypatch.setattr(tuner, "Measuring", lambda: best_at(STAGES=5, ROOT_HALVES=3))
     kept = Entry("sm90", None, Choice(values={"COMBINE_UNROLL": 8}))
     path = tmp_path / "rtx-pro-6000.json"
     old = TunedTable("NVIDIA RTX PRO 6000", "sm_120", (kept,))
@@ -255,7 +255,7 @@ def test_a_table_is_written_and_keeps_what_is_not_searched(
     assert [entry.rows for entry in table.entries[:-1]] == [64, 128, 256, 512, None]
     choice = table.lookup("portable", 64)
     assert choice is not None
-    assert (choice.plan["ROOT_HALVES"], choice.values["STAGES"]) == (2, 5)
+    assert (choice.plan["ROOT_HALVES"], choice.values["STAGES"]) == (3, 5)
     assert table.entries[-1] == kept
     assert report.tables[0].title == "values of portable"
     searched, _ = tuner.tune(["portable"], rows=(100,), folder=tmp_path)
