@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -183,11 +184,7 @@ class Problem:
 
     def slot_table(self, copy: int = 0) -> Any:
         """Return slots of one copy by request and position: int32 of shape (B, longest prefix)."""
-        slots, lengths = self.prefix_slots[copy], self.shape.prefixes
-        table = slots.new_zeros((len(lengths), max(lengths)))
-        for row, some in zip(table, slots.split(list(lengths)), strict=True):
-            row[: len(some)] = some
-        return table
+        return slot_table(self.prefix_slots[copy], self.shape.prefixes)
 
     def _oracle_arguments(self) -> dict[str, Any]:
         return {
@@ -210,6 +207,14 @@ def new_pool(slots: int = SLOTS, device: str = "cuda") -> Any:
     import torch
 
     return torch.empty((slots, WIDTH), dtype=torch.bfloat16, device=device)
+
+
+def slot_table(slots: Any, lengths: Sequence[int]) -> Any:
+    """Return slots that lie one behind the other by request and position: (B, longest)."""
+    table = slots.new_zeros((len(lengths), max(lengths)))
+    for row, some in zip(table, slots.split(list(lengths)), strict=True):
+        row[: len(some)] = some
+    return table
 
 
 def score_lift(shape: Shape, seed: int) -> NDArray[np.float32]:

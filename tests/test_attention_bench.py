@@ -96,7 +96,7 @@ def test_a_peer_that_raises_is_a_record() -> None:
         raise RuntimeError("no kernel image\nand more")
 
     problem = Problem(SMALL, new_pool(100, "cpu"), copies=1)
-    row = bench._theirs(problem, Peer("broken", fails), lambda *given, **named: {})
+    row = bench.theirs(Peer("broken", fails), problem, None, lambda *given, **named: {})
     assert (row["peer"], row["us"], row["error"]) == (
         "broken", None, "RuntimeError: no kernel image",
     )  # fmt: skip

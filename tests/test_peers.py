@@ -18,15 +18,19 @@ import torch
 from cuverify import peers
 from cuverify.benches.verify_attention import judge_peer
 from cuverify.errors import ArgumentError, PeerError
+from cuverify.gqa_problem import GqaProblem
+from cuverify.gqa_shapes import GqaShape
 from cuverify.peers import (
     Missing,
     Peer,
     Prepared,
     fetch,
     flash_attention_3,
+    flash_attention_3_gqa,
     flashinfer_mla,
     laid_out,
     sglang_triton,
+    sglang_triton_gqa,
 )
 from cuverify.peers.cascade import seen_counts, seen_first, tail_tables
 from cuverify.verify_problem import Problem, new_pool
@@ -99,7 +103,7 @@ def test_a_library_that_does_not_load_is_missing(
 ) -> None:
     monkeypatch.setattr(flash_attention_3, "require_hopper", lambda: None)
     (tmp_path / f"{flash_attention_3.LIBRARY}.xz").write_bytes(lzma.compress(b"no library"))
-    flash_attention_3._library.cache_clear()
+    flash_attention_3.library.cache_clear()
     with pytest.raises(PeerError, match=f"{flash_attention_3.LIBRARY} does not load"):
         flash_attention_3.load(tmp_path)
 
@@ -187,7 +191,7 @@ def test_sglang_gets_prefix_mask_and_rows_as_it_wants_them(ragged: Problem) -> N
     def extend(*arguments: Any, **keywords: Any) -> None:
         calls.append((arguments, keywords))
 
-    prepared = sglang_triton.prepare(ragged, extend)
+    prepared = sglang_triton.prepare(ragged, sglang_triton.latent_rows(ragged), extend)
     prepared.steps[0]()
     ((arguments, keywords),) = calls
     q, fresh, values, out, pool, pool_values, qo, kv, slots, mask, causal, mask_indptr, most = (
@@ -208,6 +212,22 @@ def test_sglang_gets_prefix_mask_and_rows_as_it_wants_them(ragged: Problem) -> N
     second = mask[3 * 43 :].view(3, 12).bool()
     assert second[:, :9].all()
     assert np.array_equal(second[:, 9:].numpy(), ragged.sees[1])
+
+
+def test_sglang_gets_keys_and_values_apart() -> None:
+    some = GqaProblem(GqaShape.parse("1x30:5@4x3"), slots=90, copies=2, device="cpu")
+    calls: list[tuple[Any, ...]] = []
+    rows = sglang_triton_gqa.separate_rows(some)
+    prepared = sglang_triton.prepare(some, rows, lambda *given, **named: calls.append(given))
+    prepared.steps[0]()
+    keys, values, _, key_pool, value_pool = calls[0][1:6]
+    for fresh, pool, own in ((keys, key_pool, some.pools[0]), (values, value_pool, some.pools[1])):
+        assert pool.data_ptr() == own.data_ptr()
+        assert torch.equal(fresh, own[some.draft_slots[0]])
+        assert fresh.shape == (5, 3, 128)
+    mask = calls[0][9].view(5, 35).bool()
+    assert mask[:, :30].all()
+    assert np.array_equal(mask[:, 30:].numpy(), some.sees[0])
 
 
 # --- torch ---------------------------------------------------------------------------------------
@@ -256,21 +276,22 @@ class FakeFa3:
         self.plans.append((batch, rest[-3]))
         return ("plan", batch, rest[-3])
 
-    def fwd(self, q_rope: Any, keys: Any, values: Any, *rest: Any) -> Any:
-        q_latent, out, bounds = rest[2], rest[3], rest[4]
+    def fwd(self, q: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        q_values, out, bounds = rest[2], rest[3], rest[4]
         used, most, longest, table = rest[8], rest[9], rest[10], rest[11]
         scale = rest[20]
         assert table.shape[1] == longest
-        lse = torch.empty((8, len(out)), dtype=torch.float32)
+        lse = torch.empty((q.shape[1], len(out)), dtype=torch.float32)
+        group = q.shape[1] // keys.shape[2]
         for row, count in enumerate(used.tolist()):
             some = slice(int(bounds[row]), int(bounds[row + 1]))
             assert some.stop - some.start <= most
             slots = table[row, :count].long()
-            v = values[slots, 0, 0].double()
-            k = torch.cat([v, keys[slots, 0, 0].double()], dim=1)
-            q = torch.cat([q_latent[some], q_rope[some]], dim=2).double()
-            scores = torch.einsum("thd,kd->thk", q, k) * scale
-            out[some] = (torch.softmax(scores, 2) @ v).bfloat16()
+            k, v = (rows[slots, 0].double().repeat_interleave(group, 1) for rows in (keys, values))
+            scores = torch.einsum("thd,khd->thk", q[some].double(), k) * scale
+            if q_values is not None:
+                scores += torch.einsum("thd,khd->thk", q_values[some].double(), v) * scale
+            out[some] = torch.einsum("thk,khd->thd", torch.softmax(scores, 2), v).bfloat16()
             lse[:, some] = torch.logsumexp(scores, 2).T.float()
         return out, lse
 
@@ -298,11 +319,9 @@ def test_sglangs_sequence_is_the_whole_tree(ragged: Problem) -> None:
     assert judge_peer(prepared, ragged.expected) is None
 
 
-def test_the_strongest_composition_takes_the_fastest_splits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    some = Problem(Shape((300,), 3), new_pool(700, "cpu"), copies=2)
-    library = FakeFa3()
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compositions run on a CPU; the second number of splits is the fastest."""
     times = iter([5.0, 3.0, 4.0])
 
     def quick(steps: Any, repeats: int, warmups: int) -> Any:
@@ -318,10 +337,46 @@ def test_the_strongest_composition_takes_the_fastest_splits(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     module = SimpleNamespace(merge=merged)
     monkeypatch.setitem(sys.modules, "cuverify.peers.merging", module)  # type: ignore[arg-type]
-    prepared = flash_attention_3._strongest(some, library)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_strongest_composition_takes_the_fastest_splits() -> None:
+    some, library = Problem(Shape((300,), 3), new_pool(700, "cpu"), copies=2), FakeFa3()
+    tensors = flash_attention_3.Tensors.latent(some)
+    prepared = flash_attention_3.strongest(some, tensors, library)
     assert prepared.chosen == {"splits": 2}  # of 0, 2 and 4: no split of less than 64 rows
     assert library.plans == [(3, 0), (1, 0), (1, 2), (1, 4), (1, 2)]
     assert judge_peer(prepared, some.expected) is None
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ["1x300:5@4x3", "1x300:block16@5x1"])
+def test_the_composition_attends_to_separate_keys_and_values(name: str) -> None:
+    some, library = GqaProblem(GqaShape.parse(name), slots=800, copies=2, device="cpu"), FakeFa3()
+    tensors = flash_attention_3_gqa.separate(some)
+    prepared = flash_attention_3.strongest(some, tensors, library)
+    assert judge_peer(prepared, some.bounds.out) is None
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_one_call_attends_to_a_block_and_its_context() -> None:
+    shape = GqaShape((300, 200), 16, "block", heads=8, kv_heads=2)
+    some, library = GqaProblem(shape, slots=1200, copies=2, device="cpu"), FakeFa3()
+    prepared = flash_attention_3_gqa.whole(some, library)
+    assert prepared.chosen == {"splits": 2}
+    assert len(prepared.steps) == 2
+    assert judge_peer(prepared, some.bounds.out) is None
+    some.pools[1, some.draft_slots[1][20]] += 4
+    assert "of its length, allowed" in str(judge_peer(prepared, some.bounds.out))
+
+
+def test_one_call_is_for_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention_3_gqa, "library", lambda folder: FakeFa3())
+    _, whole = flash_attention_3_gqa.load(None)
+    takes = [
+        name for name in ("1x4k:16@4x2", "1x4k:block16@4x2") if whole.takes(GqaShape.parse(name))
+    ]
+    assert takes == ["1x4k:block16@4x2"]
 
 
 def test_splits_are_neither_tiny_nor_a_mountain() -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import cuverify
 from cuverify import gqa_problem, launching
 from cuverify.bench import Timing
+from cuverify.benches import verify_attention
 from cuverify.benches import verify_gqa as bench
 from cuverify.buffers import read
 from cuverify.cases import Target
@@ -43,7 +44,7 @@ from cuverify.ops.verify_gqa import (
     verify_gqa_kernels,
 )
 from cuverify.ops.verify_plan import VerifyPlan
-from cuverify.peers.torch_gqa import PEERS
+from cuverify.peers import GQA_MODULES, find, torch_gqa
 from cuverify.reference.verify_gqa import verify_gqa as oracle
 from cuverify.sources import KernelSource
 from cuverify.strategies import examples, verify_batches
@@ -368,17 +369,22 @@ def test_nothing_is_timed_without_a_gpu() -> None:
     assert bench.run("cpu") == []
     with pytest.raises(CaseError, match="shapes"):
         bench.run("cpu", shapes=["1x4k"])
+    with pytest.raises(CaseError, match="known are 'torch, gather \\+ bmm'"):
+        bench.run("cpu", peers=["FlashInfer*"])
 
 
 @pytest.mark.parametrize("name", ["2x40:5@4x3", "1x33:block16@4x1"])
 def test_what_is_timed_passes_the_gate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = functools.partial(GqaProblem, slots=300, device="cpu")
     monkeypatch.setattr(gqa_problem, "GqaProblem", on_cpu)
-    monkeypatch.setattr(bench, "time_copies", lambda steps, repeats: Timing(1.0, 0.0, repeats))
+    monkeypatch.setattr(
+        verify_attention, "time_copies", lambda steps, repeats, warmups: Timing(1.0, 0.0, repeats)
+    )
     with cuverify.checked():
-        records = list(bench.attention(GqaShape.parse(name), Ceilings(4e12, 4e12, 8e14)))
+        peers = find(["torch*"], None, GQA_MODULES)[0]
+        records = list(bench.attention(GqaShape.parse(name), Ceilings(4e12, 4e12, 8e14), peers))
     assert [record["error"] for record in records if isinstance(record["error"], str)] == []
-    assert [record["peer"] for record in records] == [READING, None, *PEERS]
+    assert [record["peer"] for record in records] == [READING, None, *torch_gqa.NAMES]
     assert {record["shape"]["name"] for record in records} == {name}
 
 
@@ -393,7 +399,8 @@ def test_a_wrong_bit_is_not_timed() -> None:
 
 @gpu
 def test_ours_and_torch_are_timed_behind_the_gate() -> None:
-    records = bench.run("cuda", shapes=["2x1k:5@3x2", "1x1k:block16@4x1"])
+    shapes = ["2x1k:5@3x2", "1x1k:block16@4x1"]
+    records = bench.run("cuda", shapes=shapes, peers=["torch*"])
     wrong = [record["error"] for record in records if isinstance(record["error"], str)]
     assert wrong == []
     assert len([record for record in records if record["op"] == "verify_gqa"]) == 2 * 4

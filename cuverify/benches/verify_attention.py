@@ -26,6 +26,7 @@ from cuverify.verify_shapes import HEADS, TARGETS_US, Shape, select
 
 if TYPE_CHECKING:
     from cuverify.ceilings import Ceilings
+    from cuverify.gqa_problem import GqaProblem
     from cuverify.peers import Missing, Peer, Prepared
     from cuverify.verify_problem import Problem
 
@@ -81,12 +82,11 @@ def run(
     CaseError
         There are no such shapes, peers or folder.
     """
-    from cuverify import peers as others
+    from cuverify.peers import MODULES
 
     try:
         chosen = select(shapes or DEFAULT)
-        folder = others.folder_of(peers_dir)
-        others.check_names([] if list(peers) == ["none"] else peers)
+        find_peers = peer_finder(peers, peers_dir, MODULES)
     except ArgumentError as error:
         raise CaseError(str(error)) from error
     if device != "cuda":
@@ -95,10 +95,7 @@ def run(
     from cuverify.verify_problem import new_pool
 
     started = time.monotonic()
-    found: list[Peer] = []
-    missing: list[Missing] = []
-    if list(peers) != ["none"]:
-        found, missing = others.find(peers, folder)
+    found, missing = find_peers()
     records = [absent(peer.name, peer.reason) for peer in missing]
     ceilings = measure_ceilings()
     records.extend(ceiling_records(ceilings))
@@ -109,6 +106,34 @@ def run(
 
     records.extend(within(chosen, measure, seconds, lambda: time.monotonic() - started))
     return records
+
+
+def peer_finder(
+    wanted: Sequence[str], folder: str | None, modules: Sequence[str]
+) -> Callable[[], tuple[list[Peer], list[Missing]]]:
+    """Check what a caller says of peers, and return what loads them.
+
+    Parameters
+    ----------
+    wanted : sequence of str
+        Names or patterns; all when empty, ``"none"`` for none.
+    folder : str or None
+        With peers that are not installed.
+    modules : sequence of str
+        As for `cuverify.peers.find`.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such folder, or a pattern matches no name.
+    """
+    from cuverify import peers as others
+
+    place = others.folder_of(folder)
+    if list(wanted) == ["none"]:
+        return lambda: ([], [])
+    others.check_names(wanted, modules)
+    return lambda: others.find(wanted, place, modules)
 
 
 def ceiling_records(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -166,9 +191,9 @@ def _left(op: str, shapes: Sequence[AnyShape], why: str) -> dict[str, Any]:
     return Record(op, {"left out": len(shapes)}, error=f"{why}; not measured: {listed}").to_json()
 
 
-def absent(peer: str, reason: str) -> dict[str, Any]:
+def absent(peer: str, reason: str, op: str = OP) -> dict[str, Any]:
     """Return the record of a peer that is not here."""
-    return Record(OP, {}, peer=peer, error=f"not here: {reason}").to_json()
+    return Record(op, {}, peer=peer, error=f"not here: {reason}").to_json()
 
 
 def facts(shape: Shape) -> dict[str, int | float | str]:
@@ -207,6 +232,35 @@ def _attention(
     from cuverify.verify_problem import Problem
 
     problem = Problem(shape, pool)
+    timed = timer(OP, shape, ceilings, lambda: problem.expected)
+    reading = _reading(problem, timed)
+    yield reading
+    timed = functools.partial(timed, read_us=reading["us"])
+    yield from _ours(problem, timed)
+    for peer in peers:
+        if shape.stored == "bf16" and shape.heads == HEADS and peer.takes(shape):
+            yield theirs(peer, problem, problem.expected, timed)
+
+
+def timer(op: str, shape: Shape, ceilings: Ceilings, expected: Callable[[], Any]) -> Time:
+    """Return what judges and times somebody's steps, and makes a record of it.
+
+    Parameters
+    ----------
+    op : str
+        Of the records.
+    shape : Shape
+    ceilings : Ceilings
+        What the floors are made from.
+    expected : callable
+        Returns the right outputs: float64, shape (N, H, columns).
+
+    Returns
+    -------
+    callable
+        Takes a peer's name (None for ours), what was prepared, a check that says what is wrong, and
+        by keyword `read_us` (what reading the rows takes) and `slow` (few repeats must do).
+    """
     floor_us = shape.roofline_us(ceilings.read, ceilings.tensor)
 
     def timed(
@@ -225,12 +279,12 @@ def _attention(
             return time_copies(steps[:1], ALONE_REPEATS, warmups=warmups)
 
         return gated(
-            OP,
+            op,
             {**facts(shape), **prepared.chosen, "copies": len(steps)},
             check=check,
             timing=lambda: time_copies(steps, repeats, warmups=warmups),
             alone=None if len(steps) == 1 else alone,
-            error=None if out is None else lambda: relative_error(out, problem.expected),
+            error=None if out is None else lambda: relative_error(out, expected()),
             floor_us=floor_us,
             read_us=read_us,
             bytes=shape.bytes,
@@ -238,13 +292,7 @@ def _attention(
             peer=name,
         )
 
-    reading = _reading(problem, timed)
-    yield reading
-    timed = functools.partial(timed, read_us=reading["us"])
-    yield from _ours(problem, timed)
-    for peer in peers:
-        if shape.stored == "bf16" and shape.heads == HEADS and peer.takes(shape):
-            yield _theirs(problem, peer, timed)
+    return timed
 
 
 def _reading(problem: Problem, timed: Time) -> dict[str, Any]:
@@ -287,18 +335,29 @@ def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
     yield row
 
 
-def _theirs(problem: Problem, peer: Peer, timed: Time) -> dict[str, Any]:
-    """Return the record of a peer."""
+def theirs(
+    peer: Peer, problem: Problem | GqaProblem, expected: Any, timed: Time, op: str = OP
+) -> dict[str, Any]:
+    """Return the record of a peer.
+
+    Parameters
+    ----------
+    peer : Peer
+    problem : Problem or GqaProblem
+    expected : tensor of float64, shape (N, H, columns)
+    timed : callable
+        Judges and times what is prepared, and makes the record.
+    op : str
+        Of a peer that could not be prepared.
+    """
     try:
         prepared = peer.prepare(problem)
     except Exception as error:
         if _device_is_lost():
             raise
         facts_of = facts(problem.shape)
-        return Record(OP, facts_of, peer=peer.name, error=one_line(error)).to_json()
-    return timed(
-        peer.name, prepared, lambda: judge_peer(prepared, problem.expected), slow=peer.slow
-    )
+        return Record(op, facts_of, peer=peer.name, error=one_line(error)).to_json()
+    return timed(peer.name, prepared, lambda: judge_peer(prepared, expected), slow=peer.slow)
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -310,7 +369,7 @@ def judge_peer(prepared: Prepared, expected: Any) -> str | None:
     Parameters
     ----------
     prepared : Prepared
-    expected : tensor of float64, shape (N, H, 512)
+    expected : tensor of float64, shape (N, H, columns)
     """
     for step in dict.fromkeys((prepared.steps[0], prepared.steps[-1])):
         prepared.out.fill_(float("nan"))

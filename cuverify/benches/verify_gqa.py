@@ -1,4 +1,4 @@
-"""How long grouped-query verify attention takes: ours, plain torch, and two floors.
+"""How long grouped-query verify attention takes: ours, its peers, and two floors.
 
 One layer of a rank, bf16, heads of 128, slots scattered over pools of 2 GB; shapes are those of
 `cuverify.gqa_shapes`, a DFlash drafter's block among them. `us` is what one layer costs among
@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cuverify.bench import gated, time_copies
 from cuverify.benches.verify_attention import (
-    ALONE_REPEATS,
-    REPEATS,
+    absent,
     ceiling_records,
-    facts,
-    judge_peer,
     judge_reading,
-    relative_error,
+    peer_finder,
+    theirs,
+    timer,
     within,
 )
 from cuverify.comparison import READING
@@ -31,7 +29,7 @@ from cuverify.gqa_shapes import GqaShape, select_gqa
 if TYPE_CHECKING:
     from cuverify.ceilings import Ceilings
     from cuverify.gqa_problem import GqaProblem
-    from cuverify.peers import Prepared
+    from cuverify.peers import Peer, Prepared
 
 OP = "verify_gqa"
 
@@ -43,7 +41,12 @@ DEFAULT = (
 
 
 def run(
-    device: str, *, shapes: Sequence[str] = (), seconds: float | None = None
+    device: str,
+    *,
+    shapes: Sequence[str] = (),
+    peers: Sequence[str] = (),
+    peers_dir: str | None = None,
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     """Time attention on a GPU; nothing on a CPU, where the host lane says nothing about speed.
 
@@ -52,6 +55,10 @@ def run(
     device : str
     shapes : sequence of str
         As for `cuverify.gqa_shapes.select_gqa`; `DEFAULT` when empty.
+    peers : sequence of str
+        Names or patterns of peers; all that are here when empty, ``"none"`` for none.
+    peers_dir : str, optional
+        Folder with peers that are not installed.
     seconds : float, optional
         No shape is begun later than this.
 
@@ -62,10 +69,13 @@ def run(
     Raises
     ------
     CaseError
-        There are no such shapes.
+        There are no such shapes, peers or folder.
     """
+    from cuverify.peers import GQA_MODULES
+
     try:
         chosen = select_gqa(shapes or DEFAULT)
+        find_peers = peer_finder(peers, peers_dir, GQA_MODULES)
     except ArgumentError as error:
         raise CaseError(str(error)) from error
     if device != "cuda":
@@ -73,54 +83,36 @@ def run(
     from cuverify.ceilings import measure_ceilings
 
     started = time.monotonic()
+    found, missing = find_peers()
+    records = [absent(peer.name, peer.reason, OP) for peer in missing]
     ceilings = measure_ceilings()
-    records = list(ceiling_records(ceilings))
+    records.extend(ceiling_records(ceilings))
 
     def measure(shape: GqaShape) -> Iterator[dict[str, Any]]:
-        return attention(shape, ceilings)
+        return attention(shape, ceilings, found)
 
     records.extend(within(chosen, measure, seconds, lambda: time.monotonic() - started, OP))
     return records
 
 
-def attention(shape: GqaShape, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Yield the records of one shape: reading alone, ours, and torch's forms."""
+def attention(
+    shape: GqaShape, ceilings: Ceilings, peers: Sequence[Peer]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of one shape: reading alone, ours, and the peers'."""
     from cuverify.gqa_problem import GqaProblem, OwnGqa
     from cuverify.peers import Prepared
-    from cuverify.peers.torch_gqa import PEERS
 
     problem = GqaProblem(shape)
-    floor_us = shape.roofline_us(ceilings.read, ceilings.tensor)
-    read_us: float | None = None
-
-    def timed(
-        name: str | None, prepared: Prepared, check: Callable[[], str | None]
-    ) -> dict[str, Any]:
-        steps, out = prepared.steps, prepared.out
-        return gated(
-            OP,
-            {**facts(shape), **prepared.chosen, "copies": len(steps)},
-            check=check,
-            timing=lambda: time_copies(steps, REPEATS),
-            alone=None if len(steps) == 1 else lambda: time_copies(steps[:1], ALONE_REPEATS),
-            error=None if out is None else lambda: relative_error(out, problem.bounds.out),
-            floor_us=floor_us,
-            read_us=read_us,
-            bytes=shape.bytes,
-            flops=shape.flops,
-            peer=name,
-        )
-
+    timed = timer(OP, shape, ceilings, lambda: problem.bounds.out)
     record = timed(READING, *_reading(problem))
     yield record
-    read_us = record["us"]
+    timed = functools.partial(timed, read_us=record["us"])
     own = OwnGqa.of(problem)
     chosen = {"splits": own.splits, "rows": own.layers[0].rows}
     yield timed(None, Prepared(own.layers, own.out, chosen), own.judge)
-    if shape.equal:
-        for name, prepare in PEERS.items():
-            peer = prepare(problem)
-            yield timed(name, peer, functools.partial(judge_peer, peer, problem.bounds.out))
+    for peer in peers:
+        if peer.takes(shape):
+            yield theirs(peer, problem, problem.bounds.out, timed, OP)
 
 
 def _reading(problem: GqaProblem) -> tuple[Prepared, Callable[[], str | None]]:

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 from cuverify.errors import ArgumentError, PeerError
 
 if TYPE_CHECKING:
-    from cuverify.verify_problem import Problem
-    from cuverify.verify_shapes import Shape
+    from cuverify.verify_shapes import Drafts, Shape
 
 VARIABLE = "CUVERIFY_PEERS"
 """Environment variable that names the folder with peers that are not installed."""
 
 MODULES = ("torch_bmm", "flash_attention_3", "flashinfer_mla", "sglang_triton")
 """Modules of this package with ``NAMES`` and ``load(folder) -> list[Peer]``."""
+
+GQA_MODULES = ("torch_gqa", "flash_attention_3_gqa", "sglang_triton_gqa")
+"""The same for separate keys and values."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Prepared:
     steps : sequence of callable
         One for each copy of the rows, or one alone. Each launches on torch's current stream, is
         capturable, and writes all of `out`.
-    out : tensor of bfloat16, shape (N, H, 512)
+    out : tensor of bfloat16, shape (N, H, columns)
     chosen : mapping
         What was tuned for this shape, such as the number of splits.
     """
@@ -55,21 +57,24 @@ class Peer:
     ----------
     name : str
     prepare : callable
-        Makes it ready for a problem.
+        Makes it ready for a problem: a `Problem`, or a `GqaProblem` for separate keys and values.
     ragged : bool
         Whether prefixes may be of different lengths.
     slow : bool
         Whether it takes so long that few repeats must do.
+    drafts : tuple of {"tree", "block"}
+        Which drafts it can attend to.
     """
 
     name: str
-    prepare: Callable[[Problem], Prepared]
+    prepare: Callable[[Any], Prepared]
     ragged: bool = False
     slow: bool = False
+    drafts: tuple[Drafts, ...] = ("tree", "block")
 
     def takes(self, shape: Shape) -> bool:
         """Whether it can do this shape at all."""
-        return self.ragged or shape.equal
+        return (self.ragged or shape.equal) and shape.drafts in self.drafts
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,9 @@ class Missing:
     reason: str
 
 
-def names() -> list[str]:
+def names(modules: Sequence[str] = MODULES) -> list[str]:
     """Return the names of all peers, here or not."""
-    return [name for module in _modules() for name in module.NAMES]
+    return [name for module in _imported(modules) for name in module.NAMES]
 
 
 def folder_of(given: str | os.PathLike[str] | None = None) -> Path | None:
@@ -108,7 +113,9 @@ def folder_of(given: str | os.PathLike[str] | None = None) -> Path | None:
 
 
 def find(
-    wanted: Sequence[str] = (), folder: Path | None = None
+    wanted: Sequence[str] = (),
+    folder: Path | None = None,
+    modules: Sequence[str] = MODULES,
 ) -> tuple[list[Peer], list[Missing]]:
     """Load peers.
 
@@ -118,6 +125,8 @@ def find(
         Names, or patterns of them such as ``torch*``; all when empty.
     folder : Path, optional
         Where those lie that are not installed.
+    modules : sequence of str
+        `MODULES` or `GQA_MODULES`.
 
     Returns
     -------
@@ -129,11 +138,11 @@ def find(
     ArgumentError
         A pattern matches no name.
     """
-    check_names(wanted)
+    check_names(wanted, modules)
     patterns = list(wanted) or ["*"]
     found: list[Peer] = []
     missing: list[Missing] = []
-    for module in _modules():
+    for module in _imported(modules):
         asked = [
             name
             for name in module.NAMES
@@ -150,7 +159,7 @@ def find(
     return found, missing
 
 
-def check_names(wanted: Sequence[str]) -> None:
+def check_names(wanted: Sequence[str], modules: Sequence[str] = MODULES) -> None:
     """Refuse patterns that match no peer's name.
 
     Raises
@@ -158,11 +167,11 @@ def check_names(wanted: Sequence[str]) -> None:
     ArgumentError
         Naming the first.
     """
-    known = names()
+    known = names(modules)
     for pattern in wanted:
         if not fnmatch.filter(known, pattern):
             raise ArgumentError("peers", pattern, f"known are {', '.join(map(repr, known))}")
 
 
-def _modules() -> list[Any]:
-    return [importlib.import_module(f"cuverify.peers.{name}") for name in MODULES]
+def _imported(modules: Sequence[str]) -> list[Any]:
+    return [importlib.import_module(f"cuverify.peers.{name}") for name in modules]

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuverify.verify_problem import slot_table
+
 if TYPE_CHECKING:
+    from cuverify.gqa_problem import GqaProblem
     from cuverify.verify_problem import Problem
 
 
@@ -41,10 +44,28 @@ def forked(main: Callable[[], Any], side: Callable[[], Any], stream: Any) -> tup
     return trunk, branch
 
 
-def tail_tables(problem: Problem) -> tuple[list[Any], Any]:
+def prefix_tables(problem: Problem | GqaProblem) -> list[Any]:
+    """Return for each copy the slots of each request's prefix: int32, (B, longest prefix)."""
+    return [slot_table(slots, problem.shape.prefixes) for slots in problem.prefix_slots]
+
+
+def whole_tables(problem: Problem | GqaProblem) -> tuple[list[Any], Any]:
+    """Return for each copy the slots of prefix and drafts of each request, and their counts."""
+    import torch
+
+    shape = problem.shape
+    lengths = [rows + shape.tree for rows in shape.prefixes]
+    tables = []
+    for prefix, drafts in zip(problem.prefix_slots, problem.draft_slots, strict=True):
+        parts = zip(prefix.split(list(shape.prefixes)), drafts.int().split(shape.tree), strict=True)
+        tables.append(slot_table(torch.cat([torch.cat(part) for part in parts]), lengths))
+    return tables, torch.tensor(lengths, dtype=torch.int32, device=problem.q.device)
+
+
+def tail_tables(problem: Problem | GqaProblem) -> tuple[list[Any], Any]:
     """Return for each copy the slots of each token's drafts [N, T] int32, and the counts (N,)."""
     import torch
 
-    places = torch.from_numpy(seen_first(problem.sees)).to(problem.pool.device)
-    counts = torch.from_numpy(seen_counts(problem.sees)).to(problem.pool.device)
+    places = torch.from_numpy(seen_first(problem.sees)).to(problem.q.device)
+    counts = torch.from_numpy(seen_counts(problem.sees)).to(problem.q.device)
     return [slots[places].int().contiguous() for slots in problem.draft_slots], counts

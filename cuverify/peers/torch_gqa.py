@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuverify.gqa_shapes import HEAD_DIM
-from cuverify.peers import Prepared
+from cuverify.peers import Peer, Prepared
 
 if TYPE_CHECKING:
     from cuverify.gqa_problem import GqaProblem
@@ -57,11 +58,12 @@ def prepare_sdpa(problem: GqaProblem) -> Prepared:
     return parts.prepared(attend)
 
 
-PEERS: dict[str, Callable[[GqaProblem], Prepared]] = {
-    "torch, gather + bmm": prepare_bmm,
-    "torch, gather + SDPA": prepare_sdpa,
-}
-"""Both take requests of one length only."""
+NAMES = ("torch, gather + bmm", "torch, gather + SDPA")
+
+
+def load(folder: Path | None) -> list[Peer]:
+    """Return both: torch is always here. They take requests of one length only."""
+    return [Peer(NAMES[0], prepare_bmm), Peer(NAMES[1], prepare_sdpa)]
 
 
 class _Parts:
