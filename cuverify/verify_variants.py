@@ -66,7 +66,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
     "portable": Variant(
         "verify_attention",
         ("verify_partials", "verify_combine"),
-        256,
+        384,
         plan={"LEAST_ROWS": 16, "ROOT_HALVES": 2},
     ),
     "sm90": Variant(

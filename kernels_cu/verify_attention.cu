@@ -14,23 +14,23 @@
 //                    other one to its piece's partial slot.
 //   verify_combine   merges the pieces of each row tile that was cut.
 //
-// Products are transposed: S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16. Eight heads of one token
-// are the eight columns of an operand, so no row is padded at any T. A block has two bands of four
-// warps; a band holds 32 query rows. Within it each warp multiplies a quarter of K's columns with
-// all of the band's queries (the four partial scores meet in shared memory), then does the softmax
-// of 8 query rows, then multiplies a quarter of V's columns with all of the band's probabilities.
-// So one fragment of K or V that a warp loads serves 32 columns, queries and accumulators stay in
-// registers, and a tile of KV lies in shared memory once, in a ring that cp.async fills. The second
-// band is half a tile behind the first: of the two warps of a scheduler, one multiplies while the
-// other one does its softmax. (Of a pool of codes, both do the same at once.)
+// A block holds 64 query rows and goes through its items of the plan in two roles, by mma.m16n8k16:
+//   scores   four warps of 16 query rows each: S = Q K^T, the mask and the softmax. Most of the
+//            queries stay in registers. Probabilities are handed on as the operands they become.
+//   values   eight warps, each for an eighth of V's columns and all 64 rows: O += P V, and the copies
+//            of KV rows into a ring of tiles in shared memory, which cp.async fills.
+// While the values of a tile are multiplied, the scores of the next one are: a tile costs one barrier.
+// Of the three warps of a scheduler, two have products of V to do whenever the third one waits for its
+// softmax. Where a token has few query rows, those of several tokens are one operand: no row is
+// padded but in a tree's last band of 16.
 //
 // Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
 // of float32, and the rounding is that of `out` itself, averaged over the pieces.
 //
 // A pool of fp8 codes is widened in shared memory, which is exact: cp.async fills a ring of codes,
-// and the thread that fetched a piece writes it as bfloat16 into one of two tiles while the softmax
-// of the tile before goes on. Scores and outputs are in units of the codes until they are scaled.
-// The rows of `draft_kv` stay what they are: their scores and weights are brought to those units.
+// and the thread that fetched a piece writes it as bfloat16 into one of three tiles. Scores and outputs
+// are in units of the codes until they are scaled. The rows of `draft_kv` stay what they are: their
+// scores and weights are brought to those units.
 //
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //
@@ -44,6 +44,7 @@
 #include "merge.cuh"
 #include "prefetch.cuh"
 #include "ptx.cuh"
+#include "roles.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
 #include "vector.cuh"
@@ -74,10 +75,22 @@
 #ifndef QO_INDEX
 #define QO_INDEX int
 #endif
-// KV tiles of 16 rows in shared memory: one is used, STAGES - 2 are on their way (of fp8 codes
-// STAGES - 1, besides two tiles that are used)
+// KV rows of a tile: 16 or 32
+#ifndef TILE
+#define TILE 16
+#endif
+// tiles in shared memory: two are used, the others on their way (of fp8 codes twice as many less 6,
+// besides three tiles that are made of them)
 #ifndef STAGES
 #define STAGES 4
+#endif
+// steps of 16 columns whose queries are kept in shared memory, for want of registers
+#ifndef QUERIES_SHARED
+#define QUERIES_SHARED 10
+#endif
+// steps of K that a warp of the scores has asked for
+#ifndef FRAGMENTS
+#define FRAGMENTS 3
 #endif
 // powers of 2 by which a query row's maximum must grow before its accumulators are rescaled
 #ifndef RESCALE_ABOVE
@@ -99,46 +112,56 @@ namespace {
 
 constexpr int DIM = LATENT + ROPE;
 constexpr int ROW_TILE = 64;
-constexpr int GROUP = 8;  // query rows of one mma
-constexpr int BANDS = 2;
-constexpr int BAND_WARPS = 4;
-constexpr int GROUPS = 4;  // of a band: one for the softmax of each of its warps
-constexpr int THREADS = BANDS * BAND_WARPS * 32;
-constexpr int BAND_ROWS = GROUPS * GROUP;
-constexpr int TILE = 16;        // KV rows
+constexpr int GROUP = 8;       // query rows of one token at least
+constexpr int BAND_ROWS = 16;  // query rows of one mma
+constexpr int BANDS = ROW_TILE / BAND_ROWS;
+constexpr int SCORE_WARPS = BANDS;
+constexpr int VALUE_WARPS = 8;
+constexpr int SCORE_THREADS = SCORE_WARPS * 32;
+constexpr int VALUE_THREADS = VALUE_WARPS * 32;
+constexpr int THREADS = SCORE_THREADS + VALUE_THREADS;
 constexpr int PITCH = DIM + 8;  // elements from row to row in shared memory: no bank conflicts
 constexpr int PIECE = 8;        // elements of a 16-byte access
 constexpr int ROW_PIECES = DIM / PIECE;  // of a row in shared memory
 constexpr int OUT_PIECES = LATENT / PIECE;
-constexpr int OUT_PITCH = LATENT + PIECE;   // as PITCH, for rows that are written out
-constexpr int COPY_LANES = THREADS / TILE;  // that fetch one row
-constexpr int MAX_WORDS = 4;                // of visibility: 256 tree tokens
+constexpr int OUT_PITCH = LATENT + PIECE;         // as PITCH, for rows that are written out
+constexpr int COPY_LANES = VALUE_THREADS / TILE;  // that fetch one row
+constexpr int MAX_WORDS = 4;                      // of visibility: 256 tree tokens
 
 constexpr int K_STEPS = DIM / 16;
-constexpr int K_OWN = (K_STEPS + BAND_WARPS - 1) / BAND_WARPS;
+constexpr int SHARED_STEPS = K_STEPS < QUERIES_SHARED ? K_STEPS : QUERIES_SHARED;
+constexpr int HELD_STEPS = K_STEPS - SHARED_STEPS;
+constexpr int KV_STEPS = TILE / 16;
+constexpr int SUMS =
+    KV_STEPS == 1 ? 2 : 1;  // of each score: products need not wait for one another
 constexpr int V_BLOCKS = LATENT / 16;
-constexpr int V_OWN = (V_BLOCKS + BAND_WARPS - 1) / BAND_WARPS;
+constexpr int V_OWN = (V_BLOCKS + VALUE_WARPS - 1) / VALUE_WARPS;
 
 namespace element = ELEMENT;
 constexpr bool CODES = BYTES_OF(KV_ELEMENT) == 1;
-constexpr int TILES = CODES ? 2 : STAGES;            // that products are made of
-constexpr int AHEAD = CODES ? STAGES : STAGES - 1;   // tiles that are fetched before the first
+constexpr int TILES = CODES ? 3 : STAGES;              // that products are made of
+constexpr int CODE_TILES = 2 * (STAGES - 3);           // that find room behind three others
+constexpr int ARRIVING = CODES ? CODE_TILES : STAGES;  // places where copies go
+constexpr int AHEAD =
+    CODES ? CODE_TILES + 1 : STAGES - 2;             // tiles that are fetched before the first
 constexpr int KV_PIECE = 16 / BYTES_OF(KV_ELEMENT);  // elements of a 16-byte access to the pool
 constexpr int KV_ROW_PIECES = DIM / KV_PIECE;
-constexpr int KV_PITCH = CODES ? DIM : PITCH;   // from row to row where the copies go
-constexpr int CODES_AT = TILES * TILE * PITCH;  // in the ring: behind the tiles
-constexpr int LAG = CODES ? 0 : 1;              // halves of a tile that the second band is behind
-constexpr int FRAGMENTS = 3;                    // of K or V that a warp holds
-constexpr int ROWS_A_WARP = TILE / (THREADS / 32);  // that it fetches of a tile
-constexpr int LIST_TILES = 32 / ROWS_A_WARP;        // whose slots a warp's lanes hold
+constexpr int KV_PITCH = CODES ? DIM : PITCH;     // from row to row where the copies go
+constexpr int CODES_AT = TILES * TILE * PITCH;    // in the ring: behind the tiles
+constexpr int ROOM_BANDS = 2 * TILE / BAND_ROWS;  // whose queries find room in two tiles
+constexpr int ROWS_A_WARP = TILE / VALUE_WARPS;   // that it fetches of a tile
+constexpr int LIST_TILES = 32 / ROWS_A_WARP;      // whose slots a warp's lanes hold
 
 static_assert(LATENT % 16 == 0 && ROPE % 16 == 0 && LATENT >= 16 && ROPE >= 16, "whole fragments");
-static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "a group of columns is of one token");
-static_assert(GROUPS == BAND_WARPS, "each warp does the softmax of one group");
-static_assert(BANDS * GROUPS * GROUP == ROW_TILE, "a block holds one row tile");
-static_assert(STAGES >= 4 && AHEAD <= LIST_TILES, "the ring also holds a row tile of outputs");
-static_assert(CODES_AT * 2 + (CODES ? STAGES * TILE * DIM : 0) <= STAGES * TILE * PITCH * 2,
-              "codes and the two tiles made of them find room in the ring");
+static_assert(HEADS % GROUP == 0 && HEADS >= GROUP, "half a band is of one token");
+static_assert(TILE == 16 || TILE == 32, "a lane of the values fetches pieces of one row");
+static_assert(BANDS == ROOM_BANDS || BANDS == 2 * ROOM_BANDS, "bands take one turn or two");
+static_assert(QUERIES_SHARED >= 1, "an array has elements");
+static_assert(STAGES >= 4 && STAGES * TILE >= ROW_TILE,
+              "the ring also holds a row tile of outputs");
+static_assert(AHEAD <= LIST_TILES, "whose slots are looked up at the beginning");
+static_assert(!CODES || CODES_AT * 2 + CODE_TILES * TILE * DIM <= STAGES * TILE * PITCH * 2,
+              "codes and the tiles made of them find room in the ring");
 static_assert((COMBINE_THREADS & (COMBINE_THREADS - 1)) == 0 && COMBINE_THREADS >= 32 &&
                   COMBINE_THREADS <= 1024,
               "warps can share units evenly");
@@ -154,23 +177,19 @@ using kv_bits = stored::Bits<BYTES_OF(KV_ELEMENT)>::type;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// What a thread of verify_partials is in charge of.
+// What a thread of the values is in charge of.
 struct Place {
     int lane;
-    int warp;  // of the band: it has a quarter of the columns of K and V
-    int band;
-    int group;      // the column group, of all, whose softmax the warp does
+    int warp;       // of the role: it has an eighth of V's columns
     int copy_row;   // the row of a tile that the thread helps to fetch,
-    int copy_lane;  // as one of 16
+    int copy_lane;  // as one of COPY_LANES
 
-    __device__ __forceinline__ explicit Place(int thread_number)
-        : Place(static_cast<unsigned>(thread_number)) {}
+    __device__ __forceinline__ explicit Place(int thread_of_block)
+        : Place(static_cast<unsigned>(thread_of_block - SCORE_THREADS)) {}
 
     __device__ __forceinline__ explicit Place(unsigned thread)
         : lane(thread % 32),
-          warp(thread / 32 % BAND_WARPS),
-          band(thread / (32 * BAND_WARPS)),
-          group(thread / 32),
+          warp(thread / 32),
           copy_row(thread / COPY_LANES),
           copy_lane(thread % COPY_LANES) {}
 };
@@ -188,21 +207,21 @@ struct KvRows {
     const long long* out_cache_loc;  // null: the trees' rows are in `draft_kv`
 
     // Entries of the list for LIST_TILES tiles from position `start` on, of the rows that this warp
-    // fetches. Lane l holds that of row l % 2 of the warp's in tile l / 2: looked up once in a while,
-    // because a warp waits for what it looks up no later than at the next barrier.
+    // fetches. Lane l holds that of its row l % ROWS_A_WARP in tile l / ROWS_A_WARP: looked up once in
+    // a while, because a warp waits for what it looks up no later than at the next barrier.
     __device__ __forceinline__ KV_INDEX look_up(const Item& item, int start, Place place) const {
         const int position = start + place.lane / ROWS_A_WARP * TILE +
                              place.copy_row / ROWS_A_WARP * ROWS_A_WARP + place.lane % ROWS_A_WARP;
         return position < min(item.prefix, item.end) ? kv_indices[item.first_index + position] : 0;
     }
 
-    // Asks for all entries of the item.
+    // Asks for all entries of the item; `thread` of the values.
     __device__ __forceinline__ void prefetch(const Item& item, int thread) const {
         const int end = min(item.prefix, item.end);
         constexpr int LINE = 128 / static_cast<int>(sizeof(KV_INDEX));
 #pragma unroll 1
         for (int position = item.begin + thread * LINE; position < end;
-             position += THREADS * LINE) {
+             position += VALUE_THREADS * LINE) {
             prefetch_l2(kv_indices + item.first_index + position);
         }
     }
@@ -282,275 +301,6 @@ struct KvRows {
     }
 };
 
-// What a warp keeps over all KV tiles of an item.
-struct Accumulators {
-    float o[V_OWN][GROUPS][4];  // O^T: its V columns, the band's query rows
-};
-
-using Queries = unsigned[K_OWN][GROUPS][2];  // Q^T: its K columns, the band's query rows
-
-// Loads a band's queries as operands: lane l holds columns 2 (l % 4) + {0, 1, 8, 9} of each step.
-struct QuerySource {
-    const bits16* latent;
-    const bits16* rope;
-    long long stride, head_stride, rope_stride, rope_head_stride;
-
-    __device__ __forceinline__ void load(Queries& q, const Item& item, Place place) const {
-        const int first_row = (item.row_tile * BANDS + place.band) * BAND_ROWS;
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const int row = first_row + group * GROUP + place.lane / 4;
-            const long long token = item.first_token + row / HEADS;
-            const int head = row % HEADS;
-            const int column = place.warp * K_OWN * 16 + place.lane % 4 * 2;
-            const bits16* from_latent = latent + token * stride + head * head_stride + column;
-            const bits16* from_rope =
-                rope + token * rope_stride + head * rope_head_stride + (column - LATENT);
-#pragma unroll
-            for (int k = 0; k < K_OWN; ++k) {
-                const int step = place.warp * K_OWN + k;
-                q[k][group][0] = q[k][group][1] = 0;
-                if (row < item.rows && (K_STEPS % BAND_WARPS == 0 || step < K_STEPS)) {
-                    const bits16* from = (step < LATENT / 16 ? from_latent : from_rope) + k * 16;
-                    q[k][group][0] = *reinterpret_cast<const unsigned*>(from);
-                    q[k][group][1] = *reinterpret_cast<const unsigned*>(from + 8);
-                }
-            }
-        }
-    }
-};
-
-// What a warp does with two tiles: its share of S^T = K Q^T over the tile `keys`, summed over its
-// columns of K, for all groups of the band, and O^T = O^T * rescale + V^T P^T over the tile `values`
-// before it, for its columns of V. Fragments are asked for FRAGMENTS - 1 products ahead.
-template <bool KEYS, bool VALUES>
-__device__ __forceinline__ void multiply(const Queries& q, Accumulators& acc, const bits16* keys,
-                                         const bits16* values, Place place, float* scores,
-                                         const uint2* probabilities, const float2* rescale) {
-    constexpr int BEGIN = KEYS ? 0 : K_OWN;
-    constexpr int END = VALUES ? K_OWN + V_OWN : K_OWN;
-    keys += place.lane % 16 * PITCH + place.lane / 16 * 8 + place.warp * K_OWN * 16;
-    values += (place.lane % 8 + place.lane / 16 * 8) * PITCH + place.lane / 8 % 2 * 8 +
-              place.warp * V_OWN * 16;
-    const auto given = [&](int step) {  // whether the warp has that many columns
-        return step < K_OWN
-                   ? K_STEPS % BAND_WARPS == 0 || place.warp * K_OWN + step < K_STEPS
-                   : V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + step - K_OWN < V_BLOCKS;
-    };
-    unsigned a[FRAGMENTS][4];
-    const auto load = [&](int step) {
-        if (step >= END || !given(step)) {
-        } else if (step < K_OWN) {
-            ptx::ldmatrix_x4(a[step % FRAGMENTS], keys + step * 16);
-        } else {
-            ptx::ldmatrix_x4_trans(a[step % FRAGMENTS], values + (step - K_OWN) * 16);
-        }
-    };
-#pragma unroll
-    for (int step = BEGIN; step < BEGIN + FRAGMENTS - 1; ++step) {
-        load(step);
-    }
-    if (VALUES) {
-        bool larger = false;
-        float2 scale[GROUPS];
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            scale[group] = rescale[group * 4 + place.lane % 4];
-            larger = larger || scale[group].x != 1.0f || scale[group].y != 1.0f;
-        }
-        if (__builtin_expect(larger, 0)) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-                for (int block = 0; block < V_OWN; ++block) {
-                    acc.o[block][group][0] *= scale[group].x;
-                    acc.o[block][group][1] *= scale[group].y;
-                    acc.o[block][group][2] *= scale[group].x;
-                    acc.o[block][group][3] *= scale[group].y;
-                }
-            }
-        }
-    }
-    float s[GROUPS][4] = {};
-    unsigned p[GROUPS][2];
-#pragma unroll
-    for (int step = BEGIN; step < END; ++step) {
-        load(step + FRAGMENTS - 1);
-        if (VALUES && step == K_OWN) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                const uint2 both = probabilities[group * 32 + place.lane];
-                p[group][0] = both.x;
-                p[group][1] = both.y;
-            }
-        }
-        if (given(step)) {
-            const unsigned (&fragment)[4] = a[step % FRAGMENTS];
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                if (step < K_OWN) {
-                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(s[group], fragment, q[step][group]);
-                } else {
-                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
-                    (acc.o[step - K_OWN][group], fragment, p[group]);
-                }
-            }
-        }
-        if (KEYS && step == K_OWN - 1) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                store128(scores + ((place.warp * GROUPS + group) * 32 + place.lane) * 4,
-                         make_uint4(__float_as_uint(s[group][0]), __float_as_uint(s[group][1]),
-                                    __float_as_uint(s[group][2]), __float_as_uint(s[group][3])));
-            }
-        }
-    }
-}
-
-// The softmax of one group. A lane has two query rows, 2 (l % 4) + {0, 1}, and of each tile the KV
-// rows l / 4 and l / 4 + 8: both sums are over those only. What is multiplied with V is rounded to
-// 16 bits, so that is what the outputs are divided by: a key that has nearly all of the weight then
-// gives its own values, whatever its probability was rounded to.
-//
-// Probabilities come out in units of the accumulators, which are codes where the pool has codes: `unit`
-// says for the lane's two KV rows how many of them 1 is, `value` what one of them is.
-struct Softmax {
-    float max[2];  // log2 domain, the same in all lanes of a query row; -inf before the first score
-    float sum[2];
-    float rounded_sum[2];
-
-    // Takes the largest scores of each lane. Where that of a query row has grown by enough, also from
-    // -inf, it is the new maximum, and `factor` what has been accumulated is worth of what it was.
-    __device__ __forceinline__ void raise(const float (&largest)[2], float (&factor)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float of_row = fmaxf(largest[i], __shfl_xor_sync(ALL, largest[i], 4));
-            of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 8));
-            of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 16));
-            if (of_row > max[i] + RESCALE_ABOVE) {
-                factor[i] = ptx::exp2_approx(max[i] - of_row);
-                max[i] = of_row;
-            }
-        }
-    }
-
-    // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as an
-    // operand and the factor for what has been accumulated before.
-    __device__ __forceinline__ void step(float (&x)[4], float2 unit, float2 value,
-                                         uint2& probabilities, float2& rescale) {
-        float factor[2] = {1.0f, 1.0f};
-        const float largest[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};  // of this lane
-        const bool larger =
-            largest[0] > max[0] + RESCALE_ABOVE || largest[1] > max[1] + RESCALE_ABOVE;
-        if (__builtin_expect(__any_sync(ALL, larger), 0)) {
-            raise(largest, factor);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float base = max[i] == minus_infinity() ? 0.0f : max[i];
-            x[i] = ptx::exp2_approx(x[i] - base);
-            x[i + 2] = ptx::exp2_approx(x[i + 2] - base);
-            sum[i] = sum[i] * factor[i] + x[i] + x[i + 2];
-        }
-        const unsigned upper = element::pack(x[0] * unit.x, x[1] * unit.x);
-        const unsigned lower = element::pack(x[2] * unit.y, x[3] * unit.y);
-        rounded_sum[0] = rounded_sum[0] * factor[0] + element::first(upper) * value.x +
-                         element::first(lower) * value.y;
-        rounded_sum[1] = rounded_sum[1] * factor[1] + element::second(upper) * value.x +
-                         element::second(lower) * value.y;
-        rescale = make_float2(factor[0], factor[1]);
-        probabilities.x = ptx::movmatrix_trans(upper);
-        probabilities.y = ptx::movmatrix_trans(lower);
-    }
-
-    // Sums up over the lanes; gives the factors that normalise accumulators in units of `scale`, and
-    // the base-2 log-sum-exps.
-    __device__ __forceinline__ void finish(float scale, float2& inverse, float (&lse)[2]) {
-        float factor[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2) {
-                sum[i] += __shfl_xor_sync(ALL, sum[i], distance);
-                rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);
-            }
-            const bool sees = sum[i] != 0.0f;
-            factor[i] = sees ? scale / rounded_sum[i] : 0.0f;
-            lse[i] = sees ? max[i] + log2f(sum[i]) : minus_infinity();
-        }
-        inverse = make_float2(factor[0], factor[1]);
-    }
-};
-
-// The scores of this lane, scaled: the sum over the warps that had a share of K's columns.
-__device__ __forceinline__ void gather_scores(float (&x)[4], const float* all_scores, Place place,
-                                              float scale) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[i] = 0.0f;
-    }
-#pragma unroll
-    for (int warp = 0; warp < BAND_WARPS; ++warp) {
-        const int from = (place.band * BAND_WARPS + warp) * GROUPS + place.warp;
-        const uint4 part = load128(all_scores + (from * 32 + place.lane) * 4);
-        x[0] += __uint_as_float(part.x);
-        x[1] += __uint_as_float(part.y);
-        x[2] += __uint_as_float(part.z);
-        x[3] += __uint_as_float(part.w);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[i] *= scale;
-    }
-}
-
-// Takes away the scores of this lane's KV positions, `position` and 8 behind it, that are past the
-// item's end or not in the mask of the group's token.
-__device__ __forceinline__ void hide(float (&x)[4], const Item& item, int position,
-                                     const word64* mask) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int at = position + half * 8;
-        const int node = at - item.prefix;
-        bool seen = at < item.end;
-        if (seen && node >= 0) {
-            seen = mask[node / 64] >> (node % 64) & 1;
-        }
-        x[half * 2] = seen ? x[half * 2] : minus_infinity();
-        x[half * 2 + 1] = seen ? x[half * 2 + 1] : minus_infinity();
-    }
-}
-
-// Beside codes, the trees' own rows are not in units of the pool. Brings the scores of those among
-// this lane's KV positions to it, and says what their probabilities have to be multiplied with.
-__device__ __forceinline__ void to_units(float (&x)[4], const Item& item, int position, float scale,
-                                         float2& unit, float2& value) {
-    const float inverse = 1.0f / scale;
-    if (position >= item.prefix) {
-        x[0] *= inverse;
-        x[1] *= inverse;
-        unit.x = inverse;
-        value.x = scale;
-    }
-    if (position + 8 >= item.prefix) {
-        x[2] *= inverse;
-        x[3] *= inverse;
-        unit.y = inverse;
-        value.y = scale;
-    }
-}
-
-// The visibility words of each column group's token; clear where there is none.
-__device__ __forceinline__ void load_masks(const Item& item, const word64* visible, int words,
-                                           word64* masks, int thread) {
-    if (thread < BANDS * GROUPS * MAX_WORDS) {
-        const int row = item.row_tile * ROW_TILE + thread / MAX_WORDS * GROUP;
-        const int word = thread % MAX_WORDS;
-        const bool given = row < item.rows && word < words;
-        masks[thread] = given ? visible[(item.first_token + row / HEADS) * words + word] : 0;
-    }
-}
-
 // How an item is divided into tiles.
 struct Tiles {
     int count;
@@ -561,26 +311,533 @@ struct Tiles {
           whole((min(item.prefix, item.end) - item.begin) / TILE) {}
 };
 
-// Puts a warp's normalised outputs into shared memory as rows of the row tile.
-__device__ __forceinline__ void stage_outputs(const Accumulators& acc, const float2* all_factors,
-                                              Place place, bits16* rows) {
+// What one role hands to the other in shared memory, twice each but for the masks: a tile's is written
+// while that of the tile before is read.
+struct Handed {
+    uint4* probabilities;  // [2][KV_STEPS][BANDS][32]: operands
+    int* grown;            // [2][BANDS]: whether factors of the band are other than 1
+    float* factors;        // [2][ROW_TILE]: what has been accumulated is to be multiplied with
+    word64* masks;         // [ROW_TILE / GROUP][MAX_WORDS]: visibility of each group's token
+
+    __device__ __forceinline__ uint4* operand(int tile, int step, int band) const {
+        return probabilities + ((tile % 2 * KV_STEPS + step) * BANDS + band) * 32;
+    }
+};
+
+// ---- scores ---------------------------------------------------------------------------------
+
+// Q of a band as operands: lane l has columns 2 (l % 4) + {0, 1} and 8 behind them of each step, of
+// rows l / 4 and l / 4 + 8.
+struct Queries {
+    unsigned held[HELD_STEPS == 0 ? 1 : HELD_STEPS][4];
+    uint4* shared;  // of this lane: [SHARED_STEPS][32]
+};
+
+// Where the queries are.
+struct QuerySource {
+    const bits16* latent;
+    const bits16* rope;
+    long long stride, head_stride, rope_stride, rope_head_stride;
+
+    // Loads a band's queries by way of `room`, the band's own rows of shared memory, eight lanes a row.
+    // Rows of no token become zeros.
+    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room, int band,
+                                         int lane) const {
 #pragma unroll
-    for (int own = 0; own < GROUPS; ++own) {
-        const int group = place.band * GROUPS + own;
-        const float2 factor = all_factors[group * 4 + place.lane % 4];
-        bits16* row = rows + (group * GROUP + place.lane / 4) * OUT_PITCH + place.lane % 4 * 2;
+        for (int part = 0; part < BAND_ROWS; part += 4) {
+            const int row = item.row_tile * ROW_TILE + band * BAND_ROWS + part + lane / 8;
+            const bool given = row < item.rows;
+            const long long token = item.first_token + (given ? row / HEADS : 0);
+            const int head = given ? row % HEADS : 0;
+            const bits16* from_latent = latent + token * stride + head * head_stride;
+            const bits16* from_rope = rope + token * rope_stride + head * rope_head_stride - LATENT;
+            bits16* to = room + (part + lane / 8) * PITCH;
 #pragma unroll
-        for (int block = 0; block < V_OWN; ++block) {
-            if (V_BLOCKS % BAND_WARPS == 0 || place.warp * V_OWN + block < V_BLOCKS) {
-                const float (&o)[4] = acc.o[block][own];
-                bits16* to = row + (place.warp * V_OWN + block) * 16;
-                *reinterpret_cast<unsigned*>(to) =
-                    ptx::movmatrix_trans(element::pack(o[0] * factor.x, o[1] * factor.y));
-                *reinterpret_cast<unsigned*>(to + 8) =
-                    ptx::movmatrix_trans(element::pack(o[2] * factor.x, o[3] * factor.y));
+            for (int begin = 0; begin < ROW_PIECES; begin += 8) {
+                const int piece = begin + lane % 8;
+                if (begin + 8 <= ROW_PIECES || piece < ROW_PIECES) {
+                    ptx::cp_async16(
+                        to + piece * PIECE,
+                        (piece < LATENT / PIECE ? from_latent : from_rope) + piece * PIECE,
+                        given ? 16 : 0);
+                }
+            }
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncwarp();
+        const bits16* row = room + lane % 16 * PITCH + lane / 16 * 8;
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) {
+            if (step < HELD_STEPS) {
+                ptx::ldmatrix_x4(q.held[step], row + step * 16);
+            } else {
+                unsigned a[4];
+                ptx::ldmatrix_x4(a, row + step * 16);
+                store128(q.shared + (step - HELD_STEPS) * 32, make_uint4(a[0], a[1], a[2], a[3]));
             }
         }
     }
+};
+
+// A lane's scores of a tile: of each 8 KV rows n, columns 8 n + 2 (l % 4) + {0, 1} of query rows l / 4
+// and, behind them, l / 4 + 8.
+using Scores = float[TILE / 8][4];
+
+// S = Q K^T over one tile. Fragments are asked for FRAGMENTS - 1 steps ahead.
+__device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* tile, int lane,
+                                              Scores& scores) {
+    const bits16* row = tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
+    float sums[SUMS][TILE / 8][4] = {};
+    unsigned keys[FRAGMENTS][KV_STEPS][4];
+    unsigned queries[FRAGMENTS][4];
+    const auto load = [&](int step) {
+        if (step < K_STEPS) {
+#pragma unroll
+            for (int part = 0; part < KV_STEPS; ++part) {
+                ptx::ldmatrix_x4(keys[step % FRAGMENTS][part], row + part * 16 * PITCH + step * 16);
+            }
+            if (step >= HELD_STEPS) {
+                const uint4 a = load128(q.shared + (step - HELD_STEPS) * 32);
+                queries[step % FRAGMENTS][0] = a.x;
+                queries[step % FRAGMENTS][1] = a.y;
+                queries[step % FRAGMENTS][2] = a.z;
+                queries[step % FRAGMENTS][3] = a.w;
+            }
+        }
+    };
+#pragma unroll
+    for (int step = 0; step < FRAGMENTS - 1; ++step) {
+        load(step);
+    }
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+        load(step + FRAGMENTS - 1);
+        unsigned a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            a[i] = step < HELD_STEPS ? q.held[step][i] : queries[step % FRAGMENTS][i];
+        }
+#pragma unroll
+        for (int part = 0; part < KV_STEPS; ++part) {
+            const unsigned (&b)[4] = keys[step % FRAGMENTS][part];
+            const unsigned first[2] = {b[0], b[1]};
+            const unsigned second[2] = {b[2], b[3]};
+            WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(sums[step % SUMS][2 * part], a, first);
+            WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(sums[step % SUMS][2 * part + 1], a, second);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILE / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            scores[n][i] = SUMS == 1 ? sums[0][n][i] : sums[0][n][i] + sums[SUMS - 1][n][i];
+        }
+    }
+}
+
+// Takes away the scores of KV positions, `position` being the lane's first, that are past the item's
+// end or not in the mask of the row's token.
+__device__ __forceinline__ void hide(Scores& x, const Item& item, int position,
+                                     const word64* masks) {
+#pragma unroll
+    for (int n = 0; n < TILE / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = position + n * 8 + i % 2;
+            const int node = at - item.prefix;
+            bool seen = at < item.end;
+            if (seen && node >= 0) {
+                seen = masks[i / 2 * MAX_WORDS + node / 64] >> (node % 64) & 1;
+            }
+            x[n][i] = seen ? x[n][i] : minus_infinity();
+        }
+    }
+}
+
+// The softmax of a band: of a lane's two query rows, l / 4 and l / 4 + 8, over those KV rows that it
+// has. What is multiplied with V is rounded to 16 bits, so that is what the outputs are divided by: a
+// key that has nearly all of the weight then gives its own values, whatever its probability was
+// rounded to.
+struct Softmax {
+    float max[2];  // log2 domain, the same in all lanes of a query row; -inf before the first score
+    float sum[2];
+    float rounded_sum[2];
+
+    // Takes the largest scores of each lane. Where that of a query row has grown by enough, also from
+    // -inf, it is the new maximum, and `factor` what has been accumulated is worth of what it was.
+    __device__ __forceinline__ void raise(const float (&largest)[2], float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float of_row = fmaxf(largest[i], __shfl_xor_sync(ALL, largest[i], 1));
+            of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 2));
+            if (of_row > max[i] + RESCALE_ABOVE) {
+                factor[i] = ptx::exp2_approx(max[i] - of_row);
+                max[i] = of_row;
+            }
+        }
+    }
+
+    // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as operands,
+    // and what has been accumulated before is to be multiplied with. Accumulators are in units of
+    // codes where the pool has codes: from `exact_from` on, counted from the lane's first position,
+    // rows are numbers, `unit` of which are one.
+    __device__ __forceinline__ bool step(Scores& x, int exact_from, float unit, float value,
+                                         uint4 (&probabilities)[KV_STEPS], float (&factor)[2]) {
+        float largest[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = fmaxf(x[0][2 * i], x[0][2 * i + 1]);
+#pragma unroll
+            for (int n = 1; n < TILE / 8; ++n) {
+                largest[i] = fmaxf(largest[i], fmaxf(x[n][2 * i], x[n][2 * i + 1]));
+            }
+            factor[i] = 1.0f;
+        }
+        const bool larger = __any_sync(
+            ALL, largest[0] > max[0] + RESCALE_ABOVE || largest[1] > max[1] + RESCALE_ABOVE);
+        if (__builtin_expect(larger, 0)) {
+            raise(largest, factor);
+        }
+        float base[2];
+        float added[2] = {0.0f, 0.0f};
+        float rounded[2] = {0.0f, 0.0f};
+        unsigned words[TILE / 8][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            base[i] = max[i] == minus_infinity() ? 0.0f : max[i];
+        }
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n) {
+            const float first = CODES && n * 8 >= exact_from ? unit : 1.0f;
+            const float second = CODES && n * 8 + 1 >= exact_from ? unit : 1.0f;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float p = ptx::exp2_approx(x[n][2 * i] - base[i]);
+                const float q = ptx::exp2_approx(x[n][2 * i + 1] - base[i]);
+                added[i] += p + q;
+                words[n][i] = CODES ? element::pack(p * first, q * second) : element::pack(p, q);
+                if (CODES) {
+                    const float of_first = n * 8 >= exact_from ? value : 1.0f;
+                    const float of_second = n * 8 + 1 >= exact_from ? value : 1.0f;
+                    rounded[i] += element::first(words[n][i]) * of_first +
+                                  element::second(words[n][i]) * of_second;
+                } else {
+                    rounded[i] += element::first(words[n][i]) + element::second(words[n][i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            sum[i] = sum[i] * factor[i] + added[i];
+            rounded_sum[i] = rounded_sum[i] * factor[i] + rounded[i];
+        }
+#pragma unroll
+        for (int step = 0; step < KV_STEPS; ++step) {
+            probabilities[step] = make_uint4(words[2 * step][0], words[2 * step][1],
+                                             words[2 * step + 1][0], words[2 * step + 1][1]);
+        }
+        return larger;
+    }
+
+    // Sums up over the lanes; gives the factors that normalise accumulators in units of `scale`, and
+    // the base-2 log-sum-exps.
+    __device__ __forceinline__ void finish(float scale, float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int distance = 1; distance < 4; distance *= 2) {
+                sum[i] += __shfl_xor_sync(ALL, sum[i], distance);
+                rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);
+            }
+            const bool sees = sum[i] != 0.0f;
+            inverse[i] = sees ? scale / rounded_sum[i] : 0.0f;
+            lse[i] = sees ? max[i] + log2f(sum[i]) : minus_infinity();
+        }
+    }
+};
+
+// The visibility words of each group's token; clear where there is none.
+__device__ __forceinline__ void load_masks(const Item& item, const word64* visible, int words,
+                                           word64* masks, int thread) {
+    if (thread < ROW_TILE / GROUP * MAX_WORDS) {
+        const int row = item.row_tile * ROW_TILE + thread / MAX_WORDS * GROUP;
+        const int word = thread % MAX_WORDS;
+        const bool given = row < item.rows && word < words;
+        masks[thread] = given ? visible[(item.first_token + row / HEADS) * words + word] : 0;
+    }
+}
+
+// Factors of the scores, and where log-sum-exps go.
+struct ScoreTerms {
+    float scale;     // to base 2
+    float kv_scale;  // what a code of 1 means
+    bool separate;   // the trees' rows are numbers beside codes
+    float* lse;
+    float* partial_lse;
+};
+
+// All of an item that is done by a warp of the scores.
+__device__ __forceinline__ void score_item(const Item& item, const Handed& handed, bits16* ring,
+                                           uint4* shared_queries, const QuerySource& source,
+                                           const ScoreTerms& terms) {
+    const Tiles tiles(item);
+    Queries q;
+    {
+        const int thread = thread_anew();
+        const int band = thread / 32;
+        q.shared = shared_queries + band * (QUERIES_SHARED * 32) + thread % 32;
+        // The last two tiles are nobody's yet. Where they have no room for all bands, the later ones
+        // wait for the first.
+        bits16* room = ring + (TILES - 2) * TILE * PITCH + band % ROOM_BANDS * (BAND_ROWS * PITCH);
+        const bool later = band >= ROOM_BANDS;
+        if (later) {
+            roles::meet(THREADS);
+        }
+        source.load(q, item, room, band, thread % 32);
+        roles::meet(THREADS);
+        if (ROOM_BANDS < BANDS && !later) {
+            roles::meet(THREADS);
+        }
+    }
+    Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll 1
+    for (int tile = 0; tile < tiles.count; ++tile) {
+        Scores x;
+        multiply_keys(q, ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH),
+                      thread_anew() % 32, x);
+        const int lane = thread_anew() % 32;
+        const int band = thread_anew() / 32;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[n][i] *= terms.scale;
+            }
+        }
+        int exact_from = TILE;
+        float unit = 1.0f;
+        if (__builtin_expect(tile >= tiles.whole, 0)) {
+            const int position = item.begin + tile * TILE + lane % 4 * 2;
+            if (CODES && terms.separate) {
+                exact_from = item.prefix - position;
+                unit = 1.0f / terms.kv_scale;
+#pragma unroll
+                for (int n = 0; n < TILE / 8; ++n) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        x[n][i] *= n * 8 + i % 2 >= exact_from ? unit : 1.0f;
+                    }
+                }
+            }
+            hide(x, item, position, handed.masks + band * 2 * MAX_WORDS);
+        }
+        uint4 probabilities[KV_STEPS];
+        float factor[2];
+        const bool grown = softmax.step(x, exact_from, unit, terms.kv_scale, probabilities, factor);
+#pragma unroll
+        for (int step = 0; step < KV_STEPS; ++step) {
+            store128(handed.operand(tile, step, band) + lane, probabilities[step]);
+        }
+        if (lane == 0) {
+            handed.grown[tile % 2 * BANDS + band] = grown;
+        }
+        if (lane % 4 == 0) {
+            float* factors = handed.factors + tile % 2 * ROW_TILE + band * BAND_ROWS + lane / 4;
+            factors[0] = factor[0];
+            factors[8] = factor[1];
+        }
+        roles::meet(THREADS);
+    }
+    float inverse[2];
+    float log_sums[2];
+    softmax.finish(CODES ? terms.kv_scale : 1.0f, inverse, log_sums);
+    const int lane = thread_anew() % 32;
+    const int band = thread_anew() / 32;
+    if (lane % 4 == 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = band * BAND_ROWS + half * 8 + lane / 4;
+            const int flat = item.row_tile * ROW_TILE + row;
+            handed.factors[tiles.count % 2 * ROW_TILE + row] = inverse[half];
+            if (flat < item.rows && item.slot < 0) {
+                terms.lse[item.first_token * HEADS + flat] = log_sums[half] * LN_2;
+            } else if (flat < item.rows) {
+                terms.partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row] =
+                    log_sums[half];
+            }
+        }
+    }
+    roles::meet(THREADS);
+}
+
+// ---- values ---------------------------------------------------------------------------------
+
+// What a warp keeps over all KV tiles of an item: O of its columns of V and all rows. Of each 8
+// columns n of a block and each band, a lane has columns 2 (l % 4) + {0, 1} of rows l / 4 and, behind
+// them, l / 4 + 8.
+struct Accumulators {
+    float o[V_OWN][2][BANDS][4];
+};
+
+__device__ __forceinline__ bool has_block(int warp, int block) {
+    return V_BLOCKS % VALUE_WARPS == 0 || warp * V_OWN + block < V_BLOCKS;
+}
+
+// O = O * factors + P V over one tile.
+__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* keys,
+                                                const Handed& handed, int tile, int warp,
+                                                int lane) {
+    const int* grown = handed.grown + tile % 2 * BANDS;
+#pragma unroll
+    for (int band = 0; band < BANDS; ++band) {
+        if (__builtin_expect(grown[band] != 0, 0)) {
+            const float* factors =
+                handed.factors + tile % 2 * ROW_TILE + band * BAND_ROWS + lane / 4;
+            const float upper = factors[0];
+            const float lower = factors[8];
+#pragma unroll
+            for (int block = 0; block < V_OWN; ++block) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    acc.o[block][n][band][0] *= upper;
+                    acc.o[block][n][band][1] *= upper;
+                    acc.o[block][n][band][2] *= lower;
+                    acc.o[block][n][band][3] *= lower;
+                }
+            }
+        }
+    }
+    const bits16* row = keys + lane % 16 * PITCH + warp * V_OWN * 16 + lane / 16 * 8;
+#pragma unroll
+    for (int step = 0; step < KV_STEPS; ++step) {
+        unsigned p[BANDS][4];
+#pragma unroll
+        for (int band = 0; band < BANDS; ++band) {
+            const uint4 a = load128(handed.operand(tile, step, band) + lane);
+            p[band][0] = a.x;
+            p[band][1] = a.y;
+            p[band][2] = a.z;
+            p[band][3] = a.w;
+        }
+#pragma unroll
+        for (int block = 0; block < V_OWN; ++block) {
+            if (has_block(warp, block)) {
+                unsigned v[4];
+                ptx::ldmatrix_x4_trans(v, row + step * 16 * PITCH + block * 16);
+                const unsigned first[2] = {v[0], v[1]};
+                const unsigned second[2] = {v[2], v[3]};
+#pragma unroll
+                for (int band = 0; band < BANDS; ++band) {
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][0][band], p[band],
+                                                              first);
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
+                    (acc.o[block][1][band], p[band], second);
+                }
+            }
+        }
+    }
+}
+
+// Puts a warp's normalised outputs into shared memory as rows of the row tile.
+__device__ __forceinline__ void stage_outputs(const Accumulators& acc, const float* factors,
+                                              int warp, int lane, bits16* rows) {
+#pragma unroll
+    for (int band = 0; band < BANDS; ++band) {
+        const int row = band * BAND_ROWS + lane / 4;
+        const float upper = factors[row];
+        const float lower = factors[row + 8];
+        bits16* to = rows + row * OUT_PITCH + warp * V_OWN * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < V_OWN; ++block) {
+            if (has_block(warp, block)) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const float (&o)[4] = acc.o[block][n][band];
+                    const int column = block * 16 + n * 8;
+                    *reinterpret_cast<unsigned*>(to + column) =
+                        element::pack(o[0] * upper, o[1] * upper);
+                    *reinterpret_cast<unsigned*>(to + 8 * OUT_PITCH + column) =
+                        element::pack(o[2] * lower, o[3] * lower);
+                }
+            }
+        }
+    }
+}
+
+// All of an item that is done by a warp of the values; leaves outputs in the ring.
+__device__ __forceinline__ void value_item(const Item& item, const Handed& handed, bits16* ring,
+                                           const KvRows& source) {
+    const Tiles tiles(item);
+    kv_bits* const room = reinterpret_cast<kv_bits*>(ring + (CODES ? CODES_AT : 0));
+    const auto arriving = [&](int tile) {  // where a tile comes
+        return room + static_cast<unsigned>(tile) % ARRIVING * (TILE * KV_PITCH);
+    };
+    const auto in_ring = [&](int tile) {
+        return ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH);
+    };
+    KV_INDEX list;
+    const auto fetch = [&](int tile, const Place& own) {
+        const KV_INDEX listed =
+            __shfl_sync(ALL, list, tile % LIST_TILES * ROWS_A_WARP + own.lane / COPY_LANES);
+        if (tile < tiles.count) {
+            source.fetch(item, item.begin + tile * TILE, tile < tiles.whole, listed, arriving(tile),
+                         own);
+        }
+        ptx::cp_async_commit();
+        if ((tile + 1) % LIST_TILES == 0) {  // long before it is used
+            list = source.look_up(item, item.begin + (tile + 1) * TILE, own);
+        }
+    };
+    // Of codes, its own pieces only, which nobody else has to wait for.
+    const auto widen = [&](int tile, const Place& own) {
+        if (tile < tiles.count) {
+            source.widen(item, item.begin + tile * TILE, arriving(tile), in_ring(tile), own);
+        }
+    };
+    {
+        const Place own(thread_anew());
+        list = source.look_up(item, item.begin, own);
+#pragma unroll 1
+        for (int tile = 0; tile < AHEAD; ++tile) {
+            if (CODES && tile == AHEAD - 1) {
+                ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
+                widen(0, own);
+            }
+            fetch(tile, own);
+        }
+        source.prefetch(item, thread_anew() - SCORE_THREADS);
+        if (!CODES) {
+            ptx::cp_async_wait<AHEAD - 1>();
+        }
+    }
+    Accumulators acc = {};
+#pragma unroll
+    for (int turn = 0; turn < BANDS / ROOM_BANDS; ++turn) {
+        roles::meet(THREADS);
+    }
+    // The scores are a tile ahead; the one before that has been used up.
+#pragma unroll 1
+    for (int tile = 0; tile <= tiles.count; ++tile) {
+        {
+            const Place own(thread_anew());
+            if (CODES) {
+                ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
+                widen(tile + 1, own);
+            }
+            fetch(tile + AHEAD, own);
+        }
+        if (tile > 0) {
+            const Place own(thread_anew());
+            multiply_values(acc, in_ring(tile - 1), handed, tile - 1, own.warp, own.lane);
+        }
+        if (!CODES) {
+            ptx::cp_async_wait<AHEAD - 1>();
+        }
+        roles::meet(THREADS);
+    }
+    const Place own(thread_anew());
+    stage_outputs(acc, handed.factors + tiles.count % 2 * ROW_TILE, own.warp, own.lane, ring);
 }
 
 }  // namespace
@@ -622,9 +879,9 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
-// @block 256
+// @block 384
 // @early
-// @shared STAGES * 16 * (LATENT + ROPE + 8) * 2 + 16384 + 2048 + 256 + 256 + 48
+// @shared STAGES * TILE * (LATENT + ROPE + 8) * 2 + QUERIES_SHARED * 2048 + TILE * 256 + 32 + 512 + 256 + 48
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                     long long q_stride, long long q_head_stride, long long rope_stride,
@@ -639,26 +896,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
-    CARVE(cursor, float, all_scores, BANDS * BAND_WARPS * GROUPS * 32 * 4);
-    CARVE(cursor, uint2, all_probabilities, BANDS * GROUPS * 32);
-    CARVE(cursor, float2, all_factors, BANDS * GROUPS * 4);  // two query rows each
-    CARVE(cursor, word64, masks, BANDS * GROUPS * MAX_WORDS);
+    CARVE(cursor, uint4, shared_queries, SCORE_WARPS * QUERIES_SHARED * 32);
+    CARVE(cursor, uint4, probabilities, 2 * KV_STEPS * BANDS * 32);
+    CARVE(cursor, int, grown, 2 * BANDS);
+    CARVE(cursor, float, factors, 2 * ROW_TILE);
+    CARVE(cursor, word64, masks, ROW_TILE / GROUP * MAX_WORDS);
     CARVE(cursor, Item, items, 1);
     Item& item = items[0];
-
-    const Place place(static_cast<int>(threadIdx.x));
-    float* scores = all_scores + place.band * BAND_WARPS * GROUPS * 32 * 4;
-    const uint2* probabilities = all_probabilities + place.band * GROUPS * 32;
-    const float2* factors = all_factors + place.band * GROUPS * 4;
-
-    const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
-                           draft_kv, draft_stride, out_cache_loc};
-    const QuerySource queries = {q_latent,      q_rope,      q_stride,
-                                 q_head_stride, rope_stride, rope_head_stride};
+    const Handed handed = {probabilities, grown, factors, masks};
 
     early::wait_for_dependency();
     early::launch_dependents();  // not before: they read the plan, too, which may just be made
     if (thread_anew() == 0) {
+        // What the first item needs, if it can be guessed: it lies behind two reads.
+        prefetch_l2(work + blockIdx.x * 6ll);
+        prefetch_l2(kv_indptr);
+        prefetch_l2(qo_indptr);
         item.next = cta_work[blockIdx.x * 4];
     }
     for (;;) {
@@ -669,145 +922,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (item.rows < 0) {
             break;
         }
-        const bool active = (item.row_tile * BANDS + place.band) * BAND_ROWS < item.rows;
-
-        kv_bits* const room = reinterpret_cast<kv_bits*>(ring + (CODES ? CODES_AT : 0));
-        const auto arriving = [&](int tile) {  // where a tile comes
-            return room + static_cast<unsigned>(tile) % STAGES * (TILE * KV_PITCH);
-        };
-        const Tiles tiles(item);
-        KV_INDEX list;
-        {
-            const Place own(thread_anew());
-            list = source.look_up(item, item.begin, own);
-#pragma unroll 1
-            for (int ahead = 0; ahead < AHEAD; ++ahead) {
-                const KV_INDEX listed =
-                    __shfl_sync(ALL, list, ahead * ROWS_A_WARP + own.lane / COPY_LANES);
-                if (ahead < tiles.count) {
-                    source.fetch(item, item.begin + ahead * TILE, ahead < tiles.whole, listed,
-                                 arriving(ahead), own);
-                }
-                ptx::cp_async_commit();
-            }
-        }
-        source.prefetch(item, thread_anew());
         load_masks(item, visible, words, masks, thread_anew());
-        Queries q;
-        if (active) {
-            queries.load(q, item, Place(thread_anew()));
-        }
-        Accumulators acc = {};
-        Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
-
-        ptx::cp_async_wait<AHEAD - 1>();
-        if (CODES && tiles.count > 0) {
-            source.widen(item, item.begin, room, ring, Place(thread_anew()));
-        }
-        __syncthreads();
-        // In even steps a band multiplies with the next tile's K and the last one's V, in odd ones it
-        // does the softmax in between. The second band is LAG steps behind.
-        const auto in_ring = [&](int tile) {
-            return ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH);
-        };
-        const int last = 2 * tiles.count + LAG;
-        int step = -LAG * place.band;  // of this band
-        for (int turn = 0;; ++turn, ++step) {
-            const int tile = step >> 1;
-            if ((step & 1) == 0) {
-                const bits16* keys = in_ring(tile);
-                const bits16* values = in_ring(tile - 1 + TILES);
-                if (!active) {
-                } else if (__builtin_expect(tile > 0 && tile < tiles.count, 1)) {
-                    multiply<true, true>(q, acc, keys, values, place, scores, probabilities,
-                                         factors);
-                } else if (tile == 0 && tiles.count > 0) {
-                    multiply<true, false>(q, acc, keys, values, place, scores, probabilities,
-                                          factors);
-                } else if (tile > 0 && tile == tiles.count) {
-                    multiply<false, true>(q, acc, keys, values, place, scores, probabilities,
-                                          factors);
-                }
-            } else if (step >= 0 && tile < tiles.count) {
-                const Place own(thread_anew());
-                // The tile before has been used up by all, but where the other band is behind, the
-                // one before that: its place in the ring is free.
-                const int coming = tile + AHEAD - (LAG - (turn - step));
-                if (coming >= AHEAD) {
-                    if (coming % LIST_TILES == 0) {
-                        list = source.look_up(item, item.begin + coming * TILE, own);
-                    }
-                    const KV_INDEX listed = __shfl_sync(
-                        ALL, list, coming % LIST_TILES * ROWS_A_WARP + own.lane / COPY_LANES);
-                    if (coming < tiles.count) {
-                        source.fetch(item, item.begin + coming * TILE, coming < tiles.whole, listed,
-                                     arriving(coming), own);
-                    }
-                    ptx::cp_async_commit();
-                }
-                if (CODES) {
-                    // Its own pieces only, which nobody else has to wait for.
-                    ptx::cp_async_wait<AHEAD - 1>();
-                    if (tile + 1 < tiles.count) {
-                        source.widen(item, item.begin + (tile + 1) * TILE, arriving(tile + 1),
-                                     in_ring(tile + 1), own);
-                    }
-                }
-                if (active) {
-                    float x[4];
-                    float2 unit = make_float2(1.0f, 1.0f);
-                    float2 value = make_float2(1.0f, 1.0f);
-                    gather_scores(x, all_scores, own,
-                                  (CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E);
-                    if (tile >= tiles.whole) {
-                        const int position = item.begin + tile * TILE + own.lane / 4;
-                        if (CODES && out_cache_loc == nullptr) {
-                            to_units(x, item, position, kv_scale, unit, value);
-                        }
-                        hide(x, item, position, masks + own.group * MAX_WORDS);
-                    }
-                    uint2 p;
-                    float2 rescale;
-                    softmax.step(x, unit, value, p, rescale);
-                    all_probabilities[own.group * 32 + own.lane] = p;
-                    if (own.lane < 4) {
-                        all_factors[own.group * 4 + own.lane] = rescale;
-                    }
-                }
-            }
-            if (turn == last) {
-                break;
-            }
-            if (!CODES && turn % 2 != 0) {  // the first band goes on to another tile
-                ptx::cp_async_wait<AHEAD - 1 - LAG>();
-            }
-            __syncthreads();
-        }
-        __syncthreads();  // the factors and the ring have been read
-
-        if (active) {
-            const Place own(thread_anew());
-            float2 inverse;
-            float log_sums[2];
-            softmax.finish(CODES ? kv_scale : 1.0f, inverse, log_sums);
-            if (own.lane < 4) {
-                all_factors[own.group * 4 + own.lane] = inverse;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int row = own.group * GROUP + own.lane * 2 + i;
-                    const int flat = item.row_tile * ROW_TILE + row;
-                    if (flat < item.rows && item.slot < 0) {
-                        lse[item.first_token * HEADS + flat] = log_sums[i] * LN_2;
-                    } else if (flat < item.rows) {
-                        partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row] =
-                            log_sums[i];
-                    }
-                }
-            }
-        }
-        __syncthreads();
-        if (active) {
-            stage_outputs(acc, all_factors, Place(thread_anew()), ring);
+        if (thread_anew() < SCORE_THREADS) {
+            const QuerySource queries = {q_latent,      q_rope,      q_stride,
+                                         q_head_stride, rope_stride, rope_head_stride};
+            const ScoreTerms terms = {(CODES ? sm_scale * kv_scale : sm_scale) * LOG2_E, kv_scale,
+                                      out_cache_loc == nullptr, lse, partial_lse};
+            score_item(item, handed, ring, shared_queries, queries, terms);
+        } else {
+            const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
+                                   draft_kv, draft_stride, out_cache_loc};
+            value_item(item, handed, ring, source);
         }
         __syncthreads();
         const int first = item.row_tile * ROW_TILE;
@@ -828,8 +953,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();  // the ring is filled anew
     }
 }
-
-namespace {}  // namespace
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
