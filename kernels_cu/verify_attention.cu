@@ -86,7 +86,7 @@
 #endif
 // steps of 16 columns whose queries are kept in shared memory, for want of registers
 #ifndef QUERIES_SHARED
-#define QUERIES_SHARED 10
+#define QUERIES_SHARED 4
 #endif
 // steps of K that a warp of the scores has asked for
 #ifndef FRAGMENTS
@@ -129,11 +129,10 @@ constexpr int COPY_LANES = VALUE_THREADS / TILE;  // that fetch one row
 constexpr int MAX_WORDS = 4;                      // of visibility: 256 tree tokens
 
 constexpr int K_STEPS = DIM / 16;
-constexpr int SHARED_STEPS = K_STEPS < QUERIES_SHARED ? K_STEPS : QUERIES_SHARED;
-constexpr int HELD_STEPS = K_STEPS - SHARED_STEPS;
+constexpr int K_OWN = (K_STEPS + 1) / 2;  // steps of a warp of the scores
+constexpr int SHARED_STEPS = K_OWN < QUERIES_SHARED ? K_OWN : QUERIES_SHARED;
+constexpr int HELD_STEPS = K_OWN - SHARED_STEPS;
 constexpr int KV_STEPS = TILE / 16;
-constexpr int SUMS =
-    KV_STEPS == 1 ? 2 : 1;  // of each score: products need not wait for one another
 constexpr int V_BLOCKS = LATENT / 16;
 constexpr int V_OWN = (V_BLOCKS + VALUE_WARPS - 1) / VALUE_WARPS;
 
@@ -311,26 +310,40 @@ struct Tiles {
           whole((min(item.prefix, item.end) - item.begin) / TILE) {}
 };
 
-// What one role hands to the other in shared memory, twice each but for the masks: a tile's is written
-// while that of the tile before is read.
+// What warps hand to each other in shared memory: written in one half of a tile's time, read in the
+// next.
 struct Handed {
-    uint4* probabilities;  // [2][KV_STEPS][BANDS][32]: operands
-    int* grown;            // [2][BANDS]: whether factors of the band are other than 1
-    float* factors;        // [2][ROW_TILE]: what has been accumulated is to be multiplied with
+    uint4* shares;  // [BANDS][TILE / 8][32]: scores that the other warp of a pair has summed up
+    uint4* probabilities;  // [KV_STEPS][BANDS][32]: operands
+    unsigned* grown;       // [BANDS]: whether factors of the band are other than 1
+    float* factors;        // [ROW_TILE]: what has been accumulated is to be multiplied with
     word64* masks;         // [ROW_TILE / GROUP][MAX_WORDS]: visibility of each group's token
-
-    __device__ __forceinline__ uint4* operand(int tile, int step, int band) const {
-        return probabilities + ((tile % 2 * KV_STEPS + step) * BANDS + band) * 32;
-    }
 };
 
 // ---- scores ---------------------------------------------------------------------------------
 
-// Q of a band as operands: lane l has columns 2 (l % 4) + {0, 1} and 8 behind them of each step, of
-// rows l / 4 and l / 4 + 8.
+// What a warp of the scores is in charge of: two bands, over half of K's columns, and the softmax of
+// the first.
+struct Duty {
+    int lane;
+    int bands[2];
+    int first_step;  // of K
+
+    __device__ __forceinline__ explicit Duty(int thread)
+        : lane(thread % 32),
+          bands{thread / 32, thread / 32 ^ 1},
+          first_step(thread / 32 % 2 * K_OWN) {}
+
+    __device__ __forceinline__ bool has(int step) const {
+        return K_STEPS % 2 == 0 || first_step + step < K_STEPS;
+    }
+};
+
+// Q of a warp's bands and columns as operands: lane l has columns 2 (l % 4) + {0, 1} and 8 behind them
+// of each step, of rows l / 4 and l / 4 + 8.
 struct Queries {
-    unsigned held[HELD_STEPS == 0 ? 1 : HELD_STEPS][4];
-    uint4* shared;  // of this lane: [SHARED_STEPS][32]
+    unsigned held[HELD_STEPS == 0 ? 1 : HELD_STEPS][2][4];
+    uint4* shared;  // of this lane: [SHARED_STEPS][2][32]
 };
 
 // Where the queries are.
@@ -339,99 +352,135 @@ struct QuerySource {
     const bits16* rope;
     long long stride, head_stride, rope_stride, rope_head_stride;
 
-    // Loads a band's queries by way of `room`, the band's own rows of shared memory, eight lanes a row.
+    // Loads a warp's queries by way of `room`, which holds the rows of its two bands; four lanes a row.
     // Rows of no token become zeros.
-    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room, int band,
-                                         int lane) const {
+    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room,
+                                         const Duty& duty) const {
+        constexpr int PIECES = 2 * K_OWN;  // of a row that a warp loads, from a multiple of it on
+        constexpr int LANES = 4;
+        const int lane = duty.lane % LANES;
+        const int rows = item.rows;
+        const long long first_token = item.first_token;
+        int row =
+            item.row_tile * ROW_TILE + duty.bands[0] / 2 * (2 * BAND_ROWS) + duty.lane / LANES;
+        bits16* to = room + duty.lane / LANES * PITCH + (duty.first_step * 2 + lane) * PIECE;
 #pragma unroll
-        for (int part = 0; part < BAND_ROWS; part += 4) {
-            const int row = item.row_tile * ROW_TILE + band * BAND_ROWS + part + lane / 8;
-            const bool given = row < item.rows;
-            const long long token = item.first_token + (given ? row / HEADS : 0);
+        for (int part = 0; part < 2 * BAND_ROWS; part += 32 / LANES) {
+            const bool given = row < rows;
+            const long long token = first_token + (given ? row / HEADS : 0);
             const int head = given ? row % HEADS : 0;
-            const bits16* from_latent = latent + token * stride + head * head_stride;
-            const bits16* from_rope = rope + token * rope_stride + head * rope_head_stride - LATENT;
-            bits16* to = room + (part + lane / 8) * PITCH;
+            const int column = (duty.first_step * 2 + lane) * PIECE;
+            const bits16* from_latent = latent + token * stride + head * head_stride + column;
+            const bits16* from_rope =
+                rope + token * rope_stride + head * rope_head_stride + (column - LATENT);
 #pragma unroll
-            for (int begin = 0; begin < ROW_PIECES; begin += 8) {
-                const int piece = begin + lane % 8;
-                if (begin + 8 <= ROW_PIECES || piece < ROW_PIECES) {
-                    ptx::cp_async16(
-                        to + piece * PIECE,
-                        (piece < LATENT / PIECE ? from_latent : from_rope) + piece * PIECE,
-                        given ? 16 : 0);
+            for (int begin = 0; begin < PIECES; begin += LANES) {
+                // of either half of the columns
+                const bool latent_only = begin + PIECES + LANES <= LATENT / PIECE;
+                const bool is_latent =
+                    latent_only || duty.first_step * 2 + lane + begin < LATENT / PIECE;
+                const bool exists =
+                    (begin + LANES <= PIECES || begin + lane < PIECES) &&
+                    (K_STEPS % 2 == 0 || duty.first_step * 2 + lane + begin < ROW_PIECES);
+                const bits16* from = is_latent ? from_latent : from_rope;
+                if (!exists) {
+                } else if (__builtin_expect(given, 1)) {
+                    ptx::cp_async16(to + begin * PIECE, from + begin * PIECE);
+                } else {
+                    store128(to + begin * PIECE, make_uint4(0, 0, 0, 0));
                 }
             }
+            row += 32 / LANES;
+            to += 32 / LANES * PITCH;
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncwarp();
-        const bits16* row = room + lane % 16 * PITCH + lane / 16 * 8;
 #pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) {
-            if (step < HELD_STEPS) {
-                ptx::ldmatrix_x4(q.held[step], row + step * 16);
-            } else {
-                unsigned a[4];
-                ptx::ldmatrix_x4(a, row + step * 16);
-                store128(q.shared + (step - HELD_STEPS) * 32, make_uint4(a[0], a[1], a[2], a[3]));
+        for (int of = 0; of < 2; ++of) {
+            const bits16* row = room + (duty.bands[of] % 2 * BAND_ROWS + duty.lane % 16) * PITCH +
+                                duty.lane / 16 * 8 + duty.first_step * 16;
+#pragma unroll
+            for (int step = 0; step < K_OWN; ++step) {
+                if (!duty.has(step)) {
+                } else if (step < HELD_STEPS) {
+                    ptx::ldmatrix_x4(q.held[step][of], row + step * 16);
+                } else {
+                    unsigned a[4];
+                    ptx::ldmatrix_x4(a, row + step * 16);
+                    store128(q.shared + ((step - HELD_STEPS) * 2 + of) * 32,
+                             make_uint4(a[0], a[1], a[2], a[3]));
+                }
             }
         }
     }
 };
 
-// A lane's scores of a tile: of each 8 KV rows n, columns 8 n + 2 (l % 4) + {0, 1} of query rows l / 4
-// and, behind them, l / 4 + 8.
+// A lane's scores of a tile and a band: of each 8 KV rows n, columns 8 n + 2 (l % 4) + {0, 1} of query
+// rows l / 4 and, behind them, l / 4 + 8.
 using Scores = float[TILE / 8][4];
 
-// S = Q K^T over one tile. Fragments are asked for FRAGMENTS - 1 steps ahead.
-__device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* tile, int lane,
-                                              Scores& scores) {
-    const bits16* row = tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
-    float sums[SUMS][TILE / 8][4] = {};
+// A warp's share of S = Q K^T over one tile: for two bands, summed over its columns of K. Fragments are
+// asked for FRAGMENTS - 1 steps ahead.
+__device__ __forceinline__ void multiply_keys(const Queries& q, const bits16* tile,
+                                              const Duty& duty, Scores (&scores)[2]) {
+    const bits16* row = tile + (duty.lane / 16 * 8 + duty.lane % 8) * PITCH +
+                        duty.lane / 8 % 2 * 8 + duty.first_step * 16;
     unsigned keys[FRAGMENTS][KV_STEPS][4];
-    unsigned queries[FRAGMENTS][4];
+    unsigned queries[FRAGMENTS][2][4];
     const auto load = [&](int step) {
-        if (step < K_STEPS) {
+        if (step < K_OWN && duty.has(step)) {
 #pragma unroll
             for (int part = 0; part < KV_STEPS; ++part) {
                 ptx::ldmatrix_x4(keys[step % FRAGMENTS][part], row + part * 16 * PITCH + step * 16);
             }
             if (step >= HELD_STEPS) {
-                const uint4 a = load128(q.shared + (step - HELD_STEPS) * 32);
-                queries[step % FRAGMENTS][0] = a.x;
-                queries[step % FRAGMENTS][1] = a.y;
-                queries[step % FRAGMENTS][2] = a.z;
-                queries[step % FRAGMENTS][3] = a.w;
+#pragma unroll
+                for (int of = 0; of < 2; ++of) {
+                    const uint4 a = load128(q.shared + ((step - HELD_STEPS) * 2 + of) * 32);
+                    queries[step % FRAGMENTS][of][0] = a.x;
+                    queries[step % FRAGMENTS][of][1] = a.y;
+                    queries[step % FRAGMENTS][of][2] = a.z;
+                    queries[step % FRAGMENTS][of][3] = a.w;
+                }
             }
         }
     };
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+#pragma unroll
+        for (int n = 0; n < TILE / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[of][n][i] = 0.0f;
+            }
+        }
+    }
 #pragma unroll
     for (int step = 0; step < FRAGMENTS - 1; ++step) {
         load(step);
     }
 #pragma unroll
-    for (int step = 0; step < K_STEPS; ++step) {
+    for (int step = 0; step < K_OWN; ++step) {
         load(step + FRAGMENTS - 1);
-        unsigned a[4];
+        if (duty.has(step)) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            a[i] = step < HELD_STEPS ? q.held[step][i] : queries[step % FRAGMENTS][i];
-        }
+            for (int of = 0; of < 2; ++of) {
+                unsigned a[4];
 #pragma unroll
-        for (int part = 0; part < KV_STEPS; ++part) {
-            const unsigned (&b)[4] = keys[step % FRAGMENTS][part];
-            const unsigned first[2] = {b[0], b[1]};
-            const unsigned second[2] = {b[2], b[3]};
-            WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(sums[step % SUMS][2 * part], a, first);
-            WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(sums[step % SUMS][2 * part + 1], a, second);
-        }
-    }
+                for (int i = 0; i < 4; ++i) {
+                    a[i] =
+                        step < HELD_STEPS ? q.held[step][of][i] : queries[step % FRAGMENTS][of][i];
+                }
 #pragma unroll
-    for (int n = 0; n < TILE / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            scores[n][i] = SUMS == 1 ? sums[0][n][i] : sums[0][n][i] + sums[SUMS - 1][n][i];
+                for (int part = 0; part < KV_STEPS; ++part) {
+                    const unsigned (&b)[4] = keys[step % FRAGMENTS][part];
+                    const unsigned first[2] = {b[0], b[1]};
+                    const unsigned second[2] = {b[2], b[3]};
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(scores[of][2 * part], a, first);
+                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(scores[of][2 * part + 1], a, second);
+                }
+            }
         }
     }
 }
@@ -584,17 +633,17 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
     const Tiles tiles(item);
     Queries q;
     {
-        const int thread = thread_anew();
-        const int band = thread / 32;
-        q.shared = shared_queries + band * (QUERIES_SHARED * 32) + thread % 32;
+        const Duty duty(thread_anew());
+        q.shared = shared_queries + duty.bands[0] * (QUERIES_SHARED * 64) + duty.lane;
         // The last two tiles are nobody's yet. Where they have no room for all bands, the later ones
         // wait for the first.
-        bits16* room = ring + (TILES - 2) * TILE * PITCH + band % ROOM_BANDS * (BAND_ROWS * PITCH);
-        const bool later = band >= ROOM_BANDS;
+        bits16* room = ring + (TILES - 2) * TILE * PITCH +
+                       duty.bands[0] % ROOM_BANDS / 2 * (2 * BAND_ROWS * PITCH);
+        const bool later = duty.bands[0] >= ROOM_BANDS;
         if (later) {
             roles::meet(THREADS);
         }
-        source.load(q, item, room, band, thread % 32);
+        source.load(q, item, room, duty);
         roles::meet(THREADS);
         if (ROOM_BANDS < BANDS && !later) {
             roles::meet(THREADS);
@@ -603,17 +652,30 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
     Softmax softmax = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll 1
     for (int tile = 0; tile < tiles.count; ++tile) {
-        Scores x;
-        multiply_keys(q, ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH),
-                      thread_anew() % 32, x);
+        Scores sums[2];  // of the own band, of the other one
+        {
+            const Duty duty(thread_anew());
+            multiply_keys(q, ring + static_cast<unsigned>(tile) % TILES * (TILE * PITCH), duty,
+                          sums);
+#pragma unroll
+            for (int n = 0; n < TILE / 8; ++n) {
+                store128(
+                    handed.shares + (duty.bands[1] * (TILE / 8) + n) * 32 + duty.lane,
+                    make_uint4(__float_as_uint(sums[1][n][0]), __float_as_uint(sums[1][n][1]),
+                               __float_as_uint(sums[1][n][2]), __float_as_uint(sums[1][n][3])));
+            }
+        }
+        roles::meet(THREADS);
         const int lane = thread_anew() % 32;
         const int band = thread_anew() / 32;
+        Scores& x = sums[0];
 #pragma unroll
         for (int n = 0; n < TILE / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[n][i] *= terms.scale;
-            }
+            const uint4 share = load128(handed.shares + (band * (TILE / 8) + n) * 32 + lane);
+            x[n][0] = (x[n][0] + __uint_as_float(share.x)) * terms.scale;
+            x[n][1] = (x[n][1] + __uint_as_float(share.y)) * terms.scale;
+            x[n][2] = (x[n][2] + __uint_as_float(share.z)) * terms.scale;
+            x[n][3] = (x[n][3] + __uint_as_float(share.w)) * terms.scale;
         }
         int exact_from = TILE;
         float unit = 1.0f;
@@ -637,18 +699,19 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
         const bool grown = softmax.step(x, exact_from, unit, terms.kv_scale, probabilities, factor);
 #pragma unroll
         for (int step = 0; step < KV_STEPS; ++step) {
-            store128(handed.operand(tile, step, band) + lane, probabilities[step]);
+            store128(handed.probabilities + (step * BANDS + band) * 32 + lane, probabilities[step]);
         }
         if (lane == 0) {
-            handed.grown[tile % 2 * BANDS + band] = grown;
+            handed.grown[band] = grown;
         }
         if (lane % 4 == 0) {
-            float* factors = handed.factors + tile % 2 * ROW_TILE + band * BAND_ROWS + lane / 4;
+            float* factors = handed.factors + band * BAND_ROWS + lane / 4;
             factors[0] = factor[0];
             factors[8] = factor[1];
         }
         roles::meet(THREADS);
     }
+    roles::meet(THREADS);
     float inverse[2];
     float log_sums[2];
     softmax.finish(CODES ? terms.kv_scale : 1.0f, inverse, log_sums);
@@ -659,7 +722,7 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
         for (int half = 0; half < 2; ++half) {
             const int row = band * BAND_ROWS + half * 8 + lane / 4;
             const int flat = item.row_tile * ROW_TILE + row;
-            handed.factors[tiles.count % 2 * ROW_TILE + row] = inverse[half];
+            handed.factors[row] = inverse[half];
             if (flat < item.rows && item.slot < 0) {
                 terms.lse[item.first_token * HEADS + flat] = log_sums[half] * LN_2;
             } else if (flat < item.rows) {
@@ -684,16 +747,14 @@ __device__ __forceinline__ bool has_block(int warp, int block) {
     return V_BLOCKS % VALUE_WARPS == 0 || warp * V_OWN + block < V_BLOCKS;
 }
 
-// O = O * factors + P V over one tile.
-__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* keys,
-                                                const Handed& handed, int tile, int warp,
-                                                int lane) {
-    const int* grown = handed.grown + tile % 2 * BANDS;
+// O = O * factors, where a band's scores have grown by much.
+__device__ __forceinline__ void rescale(Accumulators& acc, const Handed& handed, int lane) {
+    const uint4 grown = load128(handed.grown);
+    const unsigned of_band[BANDS] = {grown.x, grown.y, grown.z, grown.w};
 #pragma unroll
     for (int band = 0; band < BANDS; ++band) {
-        if (__builtin_expect(grown[band] != 0, 0)) {
-            const float* factors =
-                handed.factors + tile % 2 * ROW_TILE + band * BAND_ROWS + lane / 4;
+        if (__builtin_expect(of_band[band] != 0, 0)) {
+            const float* factors = handed.factors + band * BAND_ROWS + lane / 4;
             const float upper = factors[0];
             const float lower = factors[8];
 #pragma unroll
@@ -708,32 +769,32 @@ __device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16*
             }
         }
     }
-    const bits16* row = keys + lane % 16 * PITCH + warp * V_OWN * 16 + lane / 16 * 8;
+}
+
+// O += P V over 16 rows of a tile.
+__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* rows,
+                                                const uint4* operands, int warp, int lane) {
+    const bits16* row = rows + lane % 16 * PITCH + warp * V_OWN * 16 + lane / 16 * 8;
+    unsigned p[BANDS][4];
 #pragma unroll
-    for (int step = 0; step < KV_STEPS; ++step) {
-        unsigned p[BANDS][4];
+    for (int band = 0; band < BANDS; ++band) {
+        const uint4 a = load128(operands + band * 32 + lane);
+        p[band][0] = a.x;
+        p[band][1] = a.y;
+        p[band][2] = a.z;
+        p[band][3] = a.w;
+    }
 #pragma unroll
-        for (int band = 0; band < BANDS; ++band) {
-            const uint4 a = load128(handed.operand(tile, step, band) + lane);
-            p[band][0] = a.x;
-            p[band][1] = a.y;
-            p[band][2] = a.z;
-            p[band][3] = a.w;
-        }
+    for (int block = 0; block < V_OWN; ++block) {
+        if (has_block(warp, block)) {
+            unsigned v[4];
+            ptx::ldmatrix_x4_trans(v, row + block * 16);
+            const unsigned first[2] = {v[0], v[1]};
+            const unsigned second[2] = {v[2], v[3]};
 #pragma unroll
-        for (int block = 0; block < V_OWN; ++block) {
-            if (has_block(warp, block)) {
-                unsigned v[4];
-                ptx::ldmatrix_x4_trans(v, row + step * 16 * PITCH + block * 16);
-                const unsigned first[2] = {v[0], v[1]};
-                const unsigned second[2] = {v[2], v[3]};
-#pragma unroll
-                for (int band = 0; band < BANDS; ++band) {
-                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][0][band], p[band],
-                                                              first);
-                    WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)
-                    (acc.o[block][1][band], p[band], second);
-                }
+            for (int band = 0; band < BANDS; ++band) {
+                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][0][band], p[band], first);
+                WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][1][band], p[band], second);
             }
         }
     }
@@ -819,25 +880,29 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
     // The scores are a tile ahead; the one before that has been used up.
 #pragma unroll 1
     for (int tile = 0; tile <= tiles.count; ++tile) {
-        {
-            const Place own(thread_anew());
-            if (CODES) {
-                ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
-                widen(tile + 1, own);
-            }
-            fetch(tile + AHEAD, own);
-        }
         if (tile > 0) {
+            rescale(acc, handed, thread_anew() % 32);
             const Place own(thread_anew());
-            multiply_values(acc, in_ring(tile - 1), handed, tile - 1, own.warp, own.lane);
+#pragma unroll
+            for (int step = 0; step < KV_STEPS; ++step) {
+                multiply_values(acc, in_ring(tile - 1) + step * 16 * PITCH,
+                                handed.probabilities + step * BANDS * 32, own.warp, own.lane);
+            }
         }
+        roles::meet(THREADS);
+        const Place own(thread_anew());
+        if (CODES) {
+            ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
+            widen(tile + 1, own);
+        }
+        fetch(tile + AHEAD, own);
         if (!CODES) {
             ptx::cp_async_wait<AHEAD - 1>();
         }
         roles::meet(THREADS);
     }
     const Place own(thread_anew());
-    stage_outputs(acc, handed.factors + tiles.count % 2 * ROW_TILE, own.warp, own.lane, ring);
+    stage_outputs(acc, handed.factors, own.warp, own.lane, ring);
 }
 
 }  // namespace
@@ -881,7 +946,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 384
 // @early
-// @shared STAGES * TILE * (LATENT + ROPE + 8) * 2 + QUERIES_SHARED * 2048 + TILE * 256 + 32 + 512 + 256 + 48
+// @shared STAGES * TILE * (LATENT + ROPE + 8) * 2 + QUERIES_SHARED * 4096 + TILE * 384 + 16 + 256 + 256 + 48
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                     long long q_stride, long long q_head_stride, long long rope_stride,
@@ -896,14 +961,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
-    CARVE(cursor, uint4, shared_queries, SCORE_WARPS * QUERIES_SHARED * 32);
-    CARVE(cursor, uint4, probabilities, 2 * KV_STEPS * BANDS * 32);
-    CARVE(cursor, int, grown, 2 * BANDS);
-    CARVE(cursor, float, factors, 2 * ROW_TILE);
+    CARVE(cursor, uint4, shared_queries, SCORE_WARPS * QUERIES_SHARED * 64);
+    CARVE(cursor, uint4, shares, BANDS * (TILE / 8) * 32);
+    CARVE(cursor, uint4, probabilities, KV_STEPS * BANDS * 32);
+    CARVE(cursor, unsigned, grown, BANDS);
+    CARVE(cursor, float, factors, ROW_TILE);
     CARVE(cursor, word64, masks, ROW_TILE / GROUP * MAX_WORDS);
     CARVE(cursor, Item, items, 1);
     Item& item = items[0];
-    const Handed handed = {probabilities, grown, factors, masks};
+    const Handed handed = {shares, probabilities, grown, factors, masks};
 
     early::wait_for_dependency();
     early::launch_dependents();  // not before: they read the plan, too, which may just be made
