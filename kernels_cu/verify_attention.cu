@@ -352,46 +352,55 @@ struct QuerySource {
     const bits16* rope;
     long long stride, head_stride, rope_stride, rope_head_stride;
 
-    // Loads a warp's queries by way of `room`, which holds the rows of its two bands; four lanes a row.
-    // Rows of no token become zeros.
-    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room,
+    // Starts the copies of a warp's rows and columns into `room`, four lanes a row. `All` of the rows are
+    // there, or those of no token become zeros.
+    template <bool All>
+    __device__ __forceinline__ void copy(const Item& item, int first_row, bits16* room,
                                          const Duty& duty) const {
         constexpr int PIECES = 2 * K_OWN;  // of a row that a warp loads, from a multiple of it on
         constexpr int LANES = 4;
-        const int lane = duty.lane % LANES;
         const int rows = item.rows;
         const long long first_token = item.first_token;
-        int row =
-            item.row_tile * ROW_TILE + duty.bands[0] / 2 * (2 * BAND_ROWS) + duty.lane / LANES;
-        bits16* to = room + duty.lane / LANES * PITCH + (duty.first_step * 2 + lane) * PIECE;
-#pragma unroll
+        const int own = duty.first_step * 2 + duty.lane % LANES;
+        int row = first_row + duty.lane / LANES;
+        bits16* to = room + duty.lane / LANES * PITCH + own * PIECE;
+#pragma unroll(All ? 2 * BAND_ROWS * LANES / 32 : 1)
         for (int part = 0; part < 2 * BAND_ROWS; part += 32 / LANES) {
-            const bool given = row < rows;
+            const bool given = All || row < rows;
             const long long token = first_token + (given ? row / HEADS : 0);
             const int head = given ? row % HEADS : 0;
-            const int column = (duty.first_step * 2 + lane) * PIECE;
-            const bits16* from_latent = latent + token * stride + head * head_stride + column;
+            const bits16* from_latent = latent + token * stride + head * head_stride + own * PIECE;
             const bits16* from_rope =
-                rope + token * rope_stride + head * rope_head_stride + (column - LATENT);
+                rope + token * rope_stride + head * rope_head_stride + (own * PIECE - LATENT);
 #pragma unroll
             for (int begin = 0; begin < PIECES; begin += LANES) {
-                // of either half of the columns
+                // in either half of the columns
                 const bool latent_only = begin + PIECES + LANES <= LATENT / PIECE;
-                const bool is_latent =
-                    latent_only || duty.first_step * 2 + lane + begin < LATENT / PIECE;
+                const bool is_latent = latent_only || own + begin < LATENT / PIECE;
                 const bool exists =
-                    (begin + LANES <= PIECES || begin + lane < PIECES) &&
-                    (K_STEPS % 2 == 0 || duty.first_step * 2 + lane + begin < ROW_PIECES);
-                const bits16* from = is_latent ? from_latent : from_rope;
-                if (!exists) {
-                } else if (__builtin_expect(given, 1)) {
-                    ptx::cp_async16(to + begin * PIECE, from + begin * PIECE);
-                } else {
-                    store128(to + begin * PIECE, make_uint4(0, 0, 0, 0));
+                    (begin + LANES <= PIECES || begin + duty.lane % LANES < PIECES) &&
+                    (K_STEPS % 2 == 0 || own + begin < ROW_PIECES);
+                const bits16* from = (is_latent ? from_latent : from_rope) + begin * PIECE;
+                if (exists && All) {
+                    ptx::cp_async16(to + begin * PIECE, from);
+                } else if (exists) {
+                    ptx::cp_async16(to + begin * PIECE, from, given ? 16 : 0);
                 }
             }
             row += 32 / LANES;
             to += 32 / LANES * PITCH;
+        }
+    }
+
+    // Loads a warp's queries by way of `room`, which holds the rows of its two bands.
+    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room,
+                                         const Duty& duty) const {
+        const int first_row = item.row_tile * ROW_TILE + duty.bands[0] / 2 * (2 * BAND_ROWS);
+        // apart from the rare case: copies that depend on a condition take four times as long
+        if (first_row + 2 * BAND_ROWS <= item.rows) {
+            copy<true>(item, first_row, room, duty);
+        } else {
+            copy<false>(item, first_row, room, duty);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -889,13 +898,14 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
                                 handed.probabilities + step * BANDS * 32, own.warp, own.lane);
             }
         }
-        roles::meet(THREADS);
+        // Not in the second half, in which the scores wait for what they store.
         const Place own(thread_anew());
         if (CODES) {
             ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
             widen(tile + 1, own);
         }
         fetch(tile + AHEAD, own);
+        roles::meet(THREADS);
         if (!CODES) {
             ptx::cp_async_wait<AHEAD - 1>();
         }
