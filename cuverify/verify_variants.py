@@ -41,6 +41,8 @@ class Variant:
         Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
         `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
+    roomy : mapping of str to int
+        `-D` values of the text where a multiprocessor has room for a block with them.
     lone : mapping of str to int
         `-D` values of the text where a batch cannot have more than one row tile: its many pieces
         are merged by all the registers there are.
@@ -53,6 +55,7 @@ class Variant:
     codes: bool = True
     combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
+    roomy: Mapping[str, int] = field(default_factory=dict)
     lone: Mapping[str, int] = field(default_factory=dict)
 
     def fits(self, latent: int, rope: int, sm_scale: float, pool: Narrow = "bf16") -> bool:
@@ -67,7 +70,9 @@ VARIANTS: Mapping[VariantName, Variant] = {
         "verify_attention",
         ("verify_partials", "verify_combine"),
         384,
-        plan={"LEAST_ROWS": 16, "ROOT_HALVES": 2},
+        combine_ctas=1,
+        plan={"START_ROWS": 112, "LEAST_ROWS": 16, "GRAIN": 32, "ROOT_HALVES": 2},
+        roomy={"TILE": 32, "STAGES": 4, "QUERIES_SHARED": 8},
     ),
     "sm90": Variant(
         "verify_attention_sm90",

@@ -90,7 +90,7 @@
 #endif
 // steps of K that a warp of the scores has asked for
 #ifndef FRAGMENTS
-#define FRAGMENTS 3
+#define FRAGMENTS 2
 #endif
 // powers of 2 by which a query row's maximum must grow before its accumulators are rescaled
 #ifndef RESCALE_ABOVE
@@ -101,7 +101,7 @@
 #endif
 // splits that a warp of verify_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 5
+#define COMBINE_UNROLL 9
 #endif
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
@@ -311,14 +311,24 @@ struct Tiles {
 };
 
 // What warps hand to each other in shared memory: written in one half of a tile's time, read in the
-// next.
+// next. Probabilities are there twice, since they are read in two halves.
 struct Handed {
     uint4* shares;  // [BANDS][TILE / 8][32]: scores that the other warp of a pair has summed up
-    uint4* probabilities;  // [KV_STEPS][BANDS][32]: operands
+    uint4* probabilities;  // [2][KV_STEPS][BANDS][32]: operands
     unsigned* grown;       // [BANDS]: whether factors of the band are other than 1
     float* factors;        // [ROW_TILE]: what has been accumulated is to be multiplied with
     word64* masks;         // [ROW_TILE / GROUP][MAX_WORDS]: visibility of each group's token
+
+    __device__ __forceinline__ uint4* operands(int tile, int step) const {
+        return probabilities + (tile % 2 * KV_STEPS + step) * BANDS * 32;
+    }
 };
+
+// Bands of an item's row tile that have rows.
+__device__ __forceinline__ int bands_of(const Item& item) {
+    const int rows = min(ROW_TILE, item.rows - item.row_tile * ROW_TILE);
+    return (rows + BAND_ROWS - 1) / BAND_ROWS;
+}
 
 // ---- scores ---------------------------------------------------------------------------------
 
@@ -392,9 +402,8 @@ struct QuerySource {
         }
     }
 
-    // Loads a warp's queries by way of `room`, which holds the rows of its two bands.
-    __device__ __forceinline__ void load(Queries& q, const Item& item, bits16* room,
-                                         const Duty& duty) const {
+    // Starts the copies of a warp's queries into `room`, which holds the rows of its two bands.
+    __device__ __forceinline__ void start(const Item& item, bits16* room, const Duty& duty) const {
         const int first_row = item.row_tile * ROW_TILE + duty.bands[0] / 2 * (2 * BAND_ROWS);
         // apart from the rare case: copies that depend on a condition take four times as long
         if (first_row + 2 * BAND_ROWS <= item.rows) {
@@ -403,27 +412,31 @@ struct QuerySource {
             copy<false>(item, first_row, room, duty);
         }
         ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        __syncwarp();
+    }
+};
+
+// Takes a warp's queries from `room`, into which their copies were started.
+__device__ __forceinline__ void take_queries(Queries& q, const bits16* room, const Duty& duty) {
+    ptx::cp_async_wait<0>();
+    __syncwarp();
 #pragma unroll
-        for (int of = 0; of < 2; ++of) {
-            const bits16* row = room + (duty.bands[of] % 2 * BAND_ROWS + duty.lane % 16) * PITCH +
-                                duty.lane / 16 * 8 + duty.first_step * 16;
+    for (int of = 0; of < 2; ++of) {
+        const bits16* row = room + (duty.bands[of] % 2 * BAND_ROWS + duty.lane % 16) * PITCH +
+                            duty.lane / 16 * 8 + duty.first_step * 16;
 #pragma unroll
-            for (int step = 0; step < K_OWN; ++step) {
-                if (!duty.has(step)) {
-                } else if (step < HELD_STEPS) {
-                    ptx::ldmatrix_x4(q.held[step][of], row + step * 16);
-                } else {
-                    unsigned a[4];
-                    ptx::ldmatrix_x4(a, row + step * 16);
-                    store128(q.shared + ((step - HELD_STEPS) * 2 + of) * 32,
-                             make_uint4(a[0], a[1], a[2], a[3]));
-                }
+        for (int step = 0; step < K_OWN; ++step) {
+            if (!duty.has(step)) {
+            } else if (step < HELD_STEPS) {
+                ptx::ldmatrix_x4(q.held[step][of], row + step * 16);
+            } else {
+                unsigned a[4];
+                ptx::ldmatrix_x4(a, row + step * 16);
+                store128(q.shared + ((step - HELD_STEPS) * 2 + of) * 32,
+                         make_uint4(a[0], a[1], a[2], a[3]));
             }
         }
     }
-};
+}
 
 // A lane's scores of a tile and a band: of each 8 KV rows n, columns 8 n + 2 (l % 4) + {0, 1} of query
 // rows l / 4 and, behind them, l / 4 + 8.
@@ -552,9 +565,10 @@ struct Softmax {
             }
             factor[i] = 1.0f;
         }
-        const bool larger = __any_sync(
-            ALL, largest[0] > max[0] + RESCALE_ABOVE || largest[1] > max[1] + RESCALE_ABOVE);
-        if (__builtin_expect(larger, 0)) {
+        const bool larger =
+            largest[0] > max[0] + RESCALE_ABOVE || largest[1] > max[1] + RESCALE_ABOVE;
+        const bool grown = __any_sync(ALL, larger);
+        if (__builtin_expect(grown, 0)) {
             raise(largest, factor);
         }
         float base[2];
@@ -595,7 +609,7 @@ struct Softmax {
             probabilities[step] = make_uint4(words[2 * step][0], words[2 * step][1],
                                              words[2 * step + 1][0], words[2 * step + 1][1]);
         }
-        return larger;
+        return grown;
     }
 
     // Sums up over the lanes; gives the factors that normalise accumulators in units of `scale`, and
@@ -640,6 +654,13 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
                                            uint4* shared_queries, const QuerySource& source,
                                            const ScoreTerms& terms) {
     const Tiles tiles(item);
+    if (thread_anew() / 64 * 2 >= bands_of(item)) {  // neither band has rows
+#pragma unroll 1
+        for (int more = 1 + BANDS / ROOM_BANDS + 2 * (tiles.count + 1); more > 0; --more) {
+            roles::meet(THREADS);
+        }
+        return;
+    }
     Queries q;
     {
         const Duty duty(thread_anew());
@@ -649,10 +670,15 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
         bits16* room = ring + (TILES - 2) * TILE * PITCH +
                        duty.bands[0] % ROOM_BANDS / 2 * (2 * BAND_ROWS * PITCH);
         const bool later = duty.bands[0] >= ROOM_BANDS;
+        if (!later) {
+            source.start(item, room, duty);
+        }
+        roles::meet(THREADS);
         if (later) {
             roles::meet(THREADS);
+            source.start(item, room, duty);
         }
-        source.load(q, item, room, duty);
+        take_queries(q, room, duty);
         roles::meet(THREADS);
         if (ROOM_BANDS < BANDS && !later) {
             roles::meet(THREADS);
@@ -708,7 +734,7 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
         const bool grown = softmax.step(x, exact_from, unit, terms.kv_scale, probabilities, factor);
 #pragma unroll
         for (int step = 0; step < KV_STEPS; ++step) {
-            store128(handed.probabilities + (step * BANDS + band) * 32 + lane, probabilities[step]);
+            store128(handed.operands(tile, step) + band * 32 + lane, probabilities[step]);
         }
         if (lane == 0) {
             handed.grown[band] = grown;
@@ -748,8 +774,9 @@ __device__ __forceinline__ void score_item(const Item& item, const Handed& hande
 // What a warp keeps over all KV tiles of an item: O of its columns of V and all rows. Of each 8
 // columns n of a block and each band, a lane has columns 2 (l % 4) + {0, 1} of rows l / 4 and, behind
 // them, l / 4 + 8.
+template <int Bands>
 struct Accumulators {
-    float o[V_OWN][2][BANDS][4];
+    float o[V_OWN][2][Bands][4];
 };
 
 __device__ __forceinline__ bool has_block(int warp, int block) {
@@ -757,11 +784,21 @@ __device__ __forceinline__ bool has_block(int warp, int block) {
 }
 
 // O = O * factors, where a band's scores have grown by much.
-__device__ __forceinline__ void rescale(Accumulators& acc, const Handed& handed, int lane) {
-    const uint4 grown = load128(handed.grown);
-    const unsigned of_band[BANDS] = {grown.x, grown.y, grown.z, grown.w};
+template <int Bands>
+__device__ __forceinline__ void rescale(Accumulators<Bands>& acc, const Handed& handed, int lane) {
+    unsigned of_band[BANDS] = {};
+    if (Bands > 2) {
+        const uint4 grown = load128(handed.grown);
+        of_band[0] = grown.x;
+        of_band[1] = grown.y;
+        of_band[2] = grown.z;
+        of_band[3] = grown.w;
+    } else {
+        of_band[0] = handed.grown[0];
+        of_band[1] = handed.grown[1];
+    }
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+    for (int band = 0; band < Bands; ++band) {
         if (__builtin_expect(of_band[band] != 0, 0)) {
             const float* factors = handed.factors + band * BAND_ROWS + lane / 4;
             const float upper = factors[0];
@@ -780,13 +817,14 @@ __device__ __forceinline__ void rescale(Accumulators& acc, const Handed& handed,
     }
 }
 
-// O += P V over 16 rows of a tile.
-__device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16* rows,
+// O += P V over 16 rows of a tile, for some of the warp's blocks of columns.
+template <int FirstBlock, int EndBlock, int Bands>
+__device__ __forceinline__ void multiply_values(Accumulators<Bands>& acc, const bits16* rows,
                                                 const uint4* operands, int warp, int lane) {
     const bits16* row = rows + lane % 16 * PITCH + warp * V_OWN * 16 + lane / 16 * 8;
-    unsigned p[BANDS][4];
+    unsigned p[Bands][4];
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+    for (int band = 0; band < Bands; ++band) {
         const uint4 a = load128(operands + band * 32 + lane);
         p[band][0] = a.x;
         p[band][1] = a.y;
@@ -794,14 +832,14 @@ __device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16*
         p[band][3] = a.w;
     }
 #pragma unroll
-    for (int block = 0; block < V_OWN; ++block) {
+    for (int block = FirstBlock; block < EndBlock; ++block) {
         if (has_block(warp, block)) {
             unsigned v[4];
             ptx::ldmatrix_x4_trans(v, row + block * 16);
             const unsigned first[2] = {v[0], v[1]};
             const unsigned second[2] = {v[2], v[3]};
 #pragma unroll
-            for (int band = 0; band < BANDS; ++band) {
+            for (int band = 0; band < Bands; ++band) {
                 WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][0][band], p[band], first);
                 WITH_ELEMENT(ptx::mma_m16n8k16_, ELEMENT)(acc.o[block][1][band], p[band], second);
             }
@@ -809,11 +847,27 @@ __device__ __forceinline__ void multiply_values(Accumulators& acc, const bits16*
     }
 }
 
+// The first or second half of O += P V over a tile.
+template <int Half, int Bands>
+__device__ __forceinline__ void multiply_half(Accumulators<Bands>& acc, const bits16* tile_rows,
+                                              const Handed& handed, int tile) {
+    const Place own(thread_anew());
+    if (KV_STEPS > 1) {
+        multiply_values<0, V_OWN>(acc, tile_rows + Half * 16 * PITCH, handed.operands(tile, Half),
+                                  own.warp, own.lane);
+    } else {
+        constexpr int MIDDLE = V_OWN / 2;
+        multiply_values<Half == 0 ? 0 : MIDDLE, Half == 0 ? MIDDLE : V_OWN>(
+            acc, tile_rows, handed.operands(tile, 0), own.warp, own.lane);
+    }
+}
+
 // Puts a warp's normalised outputs into shared memory as rows of the row tile.
-__device__ __forceinline__ void stage_outputs(const Accumulators& acc, const float* factors,
+template <int Bands>
+__device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, const float* factors,
                                               int warp, int lane, bits16* rows) {
 #pragma unroll
-    for (int band = 0; band < BANDS; ++band) {
+    for (int band = 0; band < Bands; ++band) {
         const int row = band * BAND_ROWS + lane / 4;
         const float upper = factors[row];
         const float lower = factors[row + 8];
@@ -835,7 +889,9 @@ __device__ __forceinline__ void stage_outputs(const Accumulators& acc, const flo
     }
 }
 
-// All of an item that is done by a warp of the values; leaves outputs in the ring.
+// All of an item with up to `Bands` bands of rows that is done by a warp of the values; leaves outputs in
+// the ring.
+template <int Bands>
 __device__ __forceinline__ void value_item(const Item& item, const Handed& handed, bits16* ring,
                                            const KvRows& source) {
     const Tiles tiles(item);
@@ -868,8 +924,14 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
     {
         const Place own(thread_anew());
         list = source.look_up(item, item.begin, own);
+        fetch(0, own);
+    }
+    // The queries come before the other tiles: without them nothing goes on.
+    roles::meet(THREADS);
+    {
+        const Place own(thread_anew());
 #pragma unroll 1
-        for (int tile = 0; tile < AHEAD; ++tile) {
+        for (int tile = 1; tile < AHEAD; ++tile) {
             if (CODES && tile == AHEAD - 1) {
                 ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
                 widen(0, own);
@@ -881,7 +943,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
             ptx::cp_async_wait<AHEAD - 1>();
         }
     }
-    Accumulators acc = {};
+    Accumulators<Bands> acc = {};
 #pragma unroll
     for (int turn = 0; turn < BANDS / ROOM_BANDS; ++turn) {
         roles::meet(THREADS);
@@ -891,21 +953,21 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
     for (int tile = 0; tile <= tiles.count; ++tile) {
         if (tile > 0) {
             rescale(acc, handed, thread_anew() % 32);
+            multiply_half<0>(acc, in_ring(tile - 1), handed, tile - 1);
+        }
+        {
+            // Not in the second half, in which the scores wait for what they store.
             const Place own(thread_anew());
-#pragma unroll
-            for (int step = 0; step < KV_STEPS; ++step) {
-                multiply_values(acc, in_ring(tile - 1) + step * 16 * PITCH,
-                                handed.probabilities + step * BANDS * 32, own.warp, own.lane);
+            if (CODES) {
+                ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
+                widen(tile + 1, own);
             }
+            fetch(tile + AHEAD, own);
         }
-        // Not in the second half, in which the scores wait for what they store.
-        const Place own(thread_anew());
-        if (CODES) {
-            ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();
-            widen(tile + 1, own);
-        }
-        fetch(tile + AHEAD, own);
         roles::meet(THREADS);
+        if (tile > 0) {
+            multiply_half<1>(acc, in_ring(tile - 1), handed, tile - 1);
+        }
         if (!CODES) {
             ptx::cp_async_wait<AHEAD - 1>();
         }
@@ -956,7 +1018,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 384
 // @early
-// @shared STAGES * TILE * (LATENT + ROPE + 8) * 2 + QUERIES_SHARED * 4096 + TILE * 384 + 16 + 256 + 256 + 48
+// @shared STAGES * TILE * (LATENT + ROPE + 8) * 2 + QUERIES_SHARED * 4096 + TILE * 512 + 16 + 256 + 256 + 48
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                     long long q_stride, long long q_head_stride, long long rope_stride,
@@ -973,7 +1035,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
     CARVE(cursor, uint4, shared_queries, SCORE_WARPS * QUERIES_SHARED * 64);
     CARVE(cursor, uint4, shares, BANDS * (TILE / 8) * 32);
-    CARVE(cursor, uint4, probabilities, KV_STEPS * BANDS * 32);
+    CARVE(cursor, uint4, probabilities, 2 * KV_STEPS * BANDS * 32);
     CARVE(cursor, unsigned, grown, BANDS);
     CARVE(cursor, float, factors, ROW_TILE);
     CARVE(cursor, word64, masks, ROW_TILE / GROUP * MAX_WORDS);
@@ -983,16 +1045,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     early::wait_for_dependency();
     early::launch_dependents();  // not before: they read the plan, too, which may just be made
-    if (thread_anew() == 0) {
-        // What the first item needs, if it can be guessed: it lies behind two reads.
-        prefetch_l2(work + blockIdx.x * 6ll);
-        prefetch_l2(kv_indptr);
-        prefetch_l2(qo_indptr);
-        item.next = cta_work[blockIdx.x * 4];
-    }
-    for (;;) {
+    for (bool first = true;; first = false) {
         if (thread_anew() == 0) {
-            plan::advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
+            if (first) {
+                plan::start(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
+            } else {
+                plan::advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
+            }
         }
         __syncthreads();
         if (item.rows < 0) {
@@ -1008,11 +1067,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else {
             const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
                                    draft_kv, draft_stride, out_cache_loc};
-            value_item(item, handed, ring, source);
+            const int bands = bands_of(item);
+            if (bands == 1) {
+                value_item<1>(item, handed, ring, source);
+            } else if (bands == 2) {
+                value_item<2>(item, handed, ring, source);
+            } else {
+                value_item<BANDS>(item, handed, ring, source);
+            }
         }
         __syncthreads();
-        const int first = item.row_tile * ROW_TILE;
-        const int pieces = min(ROW_TILE, item.rows - first) * OUT_PIECES;
+        const int first_row = item.row_tile * ROW_TILE;
+        const int pieces = min(ROW_TILE, item.rows - first_row) * OUT_PIECES;
         const long long first_token = item.first_token;
         bits16* const partial =
             item.slot < 0 ? nullptr : partial_out + item.slot * (ROW_TILE * LATENT * 1ll);
@@ -1020,7 +1086,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int piece = thread_anew(); piece < pieces; piece += THREADS) {
             const int row = piece / OUT_PIECES;
             const int column = piece % OUT_PIECES * PIECE;
-            const int flat = first + row;
+            const int flat = first_row + row;
             bits16* to = partial != nullptr ? partial + row * LATENT + column
                                             : out + (first_token + flat / HEADS) * out_stride +
                                                   flat % HEADS * LATENT + column;
@@ -1058,6 +1124,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
+    early::launch_dependents();  // they wait until this kernel has ended
     early::wait_for_dependency();
     while (turns.next(turn)) {
         combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE>(

@@ -26,7 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention_steps import FINE, VerifyStep, batch_of
 
 BARRIER = "__syncthreads();"
+MEETING = "roles::meet(THREADS);"
 RACES = ("race", "uninitialised-read")  # of what another thread has not written yet
+# Without one meeting of its own, a role is out of step with the other.
+OUT_OF_STEP = (*RACES, "pending-cp-async", "divergent-barrier", "deadlock", "numbers")
 STEMS = {"verify_attention": attention_op, "verify_plan": plan_op}
 
 
@@ -50,7 +53,7 @@ class Mutant:
         text = text_of(self.stem)
         parts = text.split(self.old)
         assert len(parts) > self.nth + 1, f"{self.old!r} is not in {self.stem}"
-        if self.nth == 0 and self.old != BARRIER:
+        if self.nth == 0 and self.old not in (BARRIER, MEETING):
             assert len(parts) == 2, f"{self.old!r} is in {self.stem} {len(parts) - 1} times"
         head = self.old.join(parts[: self.nth + 1])
         return head + self.new + self.old.join(parts[self.nth + 1 :])
@@ -62,12 +65,14 @@ def text_of(stem: str) -> str:
     return (Path(kernels_cu.__file__).parent / "include" / stem).read_text()
 
 
-def each_barrier(stem: str) -> Iterator[Mutant]:
+def each_barrier(
+    stem: str, barrier: str = BARRIER, kinds: tuple[str, ...] = RACES
+) -> Iterator[Mutant]:
     """Yield mutants without one barrier each."""
     line = 1
-    for nth, before in enumerate(text_of(stem).split(BARRIER)[:-1]):
+    for nth, before in enumerate(text_of(stem).split(barrier)[:-1]):
         line += before.count("\n")
-        yield Mutant(f"{stem}: barrier of line {line}", stem, BARRIER, "", RACES, nth)
+        yield Mutant(f"{stem}: barrier of line {line}", stem, barrier, "", kinds, nth)
 
 
 CODES = "codes"
@@ -75,57 +80,69 @@ ATTENTION = "verify_attention"
 PLAN = "verify_plan"
 HEADERS = ("combine.cuh", "item.cuh", "scan.cuh")
 
+LOOP_WAIT = (
+    "if (!CODES) {\n            ptx::cp_async_wait<AHEAD - 1>();\n        }\n        roles::meet"
+)
+FIRST_WAIT = "        if (!CODES) {\n            ptx::cp_async_wait<AHEAD - 1>();\n        }\n    }\n    Accumulators"
+CODES_WAIT = "ptx::cp_async_wait<CODES ? AHEAD - 2 : 0>();\n                "
+
 PLANTED = [
-    Mutant("no wait for a tile", ATTENTION, "ptx::cp_async_wait<AHEAD - 1 - LAG>();", "", ("pending-cp-async",)),
-    Mutant("a wait that leaves one tile too many", ATTENTION, "ptx::cp_async_wait<AHEAD - 1 - LAG>();", "ptx::cp_async_wait<AHEAD - LAG>();", ("pending-cp-async",)),
-    Mutant("a wait in the wrong half of a tile", ATTENTION, "turn % 2 != 0", "turn % 2 == 0", ("pending-cp-async",)),
-    Mutant("a tile is not committed", ATTENTION, "ptx::cp_async_commit();\n                }\n                if (CODES) {", "}\n                if (CODES) {", ("pending-cp-async", "uninitialised-read")),
+    Mutant("no wait for a tile", ATTENTION, LOOP_WAIT, "roles::meet", ("pending-cp-async",)),
+    Mutant("a wait that leaves one tile too many", ATTENTION, LOOP_WAIT, LOOP_WAIT.replace("AHEAD - 1", "AHEAD"), ("pending-cp-async",)),
+    Mutant("a tile is not committed", ATTENTION, "ptx::cp_async_commit();\n        if ((tile", "if ((tile", ("pending-cp-async", "uninitialised-read")),
+    Mutant("queries are not waited for", ATTENTION, "ptx::cp_async_wait<0>();", "", ("pending-cp-async",)),
+    Mutant("queries of other lanes are not waited for", ATTENTION, "ptx::cp_async_wait<0>();\n    __syncwarp();", "ptx::cp_async_wait<0>();", ("race", "uninitialised-read", "pending-cp-async")),
     Mutant("rows past the end are copied", ATTENTION, "given = position < item.end;", "given = true;", ("numbers", "out-of-bounds")),
     Mutant("rows past the end count", ATTENTION, "bool seen = at < item.end;", "bool seen = true;", ("numbers", "out-of-bounds")),
     Mutant("slots are not judged", ATTENTION, "(slot < 0 || slot >= num_slots)", "false", ("out-of-bounds",)),
     Mutant("the last slot but one", ATTENTION, "slot >= num_slots)", "slot >= num_slots - 1)", ("numbers",)),
     Mutant("the root is always seen", ATTENTION, "seen && node >= 0", "seen && node > 0", ("numbers",)),
     Mutant("the next token's bit", ATTENTION, ">> (node % 64) & 1", ">> ((node + 1) % 64) & 1", ("numbers",)),
-    Mutant("only the first word", ATTENTION, "mask[node / 64]", "mask[0]", ("numbers",)),
-    Mutant("the mask of another token", ATTENTION, "masks + own.group * MAX_WORDS", "masks + own.warp * MAX_WORDS", ("numbers",)),
-    Mutant("a mask from the first tile that is whole", ATTENTION, "if (tile >= tiles.whole) {", "if (tile > tiles.whole) {", ("numbers",)),
+    Mutant("only the first word", ATTENTION, "MAX_WORDS + node / 64]", "MAX_WORDS]", ("numbers",)),
+    Mutant("the mask of another token", ATTENTION, "handed.masks + band * 2 * MAX_WORDS", "handed.masks + band * MAX_WORDS", ("numbers",)),
+    Mutant("a mask from the first tile that is whole", ATTENTION, "if (__builtin_expect(tile >= tiles.whole, 0)) {", "if (tile > tiles.whole) {", ("numbers",)),
     Mutant("the tree is forgotten", "item.cuh", "end == prefix ? prefix + tokens : min(end, prefix)", "end", ("numbers",)),
     Mutant("every piece has the tree", "item.cuh", "end == prefix ? prefix + tokens : min(end, prefix)", "prefix + tokens", ("numbers",)),
     Mutant("drafts from the next slot", ATTENTION, "item.first_token + (position - item.prefix);", "item.first_token + (position - item.prefix) + 1;", ("numbers", "out-of-bounds")),
     Mutant("a prefix of the request before", "item.cuh", "item.first_index = first_index;", "item.first_index = 0;", ("numbers",)),
-    Mutant("queries of no token", ATTENTION, "row < item.rows && (K_STEPS", "(K_STEPS", ("out-of-bounds",)),
-    Mutant("outputs of no token", ATTENTION, "min(ROW_TILE, item.rows - first)", "ROW_TILE", ("out-of-bounds", "race", "numbers")),
-    Mutant("two blocks take all columns", "item.cuh", " && cta_work[3] != 2", "", ("race",)),
-    Mutant("no rescaling", ATTENTION, "if (__builtin_expect(larger, 0)) {", "if (false) {", ("numbers",)),
+    Mutant("queries of no token", ATTENTION, "All || row < rows", "true", ("out-of-bounds",)),
+    Mutant("queries of a band that has few", ATTENTION, "first_row + 2 * BAND_ROWS <= item.rows", "first_row < item.rows", ("out-of-bounds",)),
+    Mutant("outputs of no token", ATTENTION, "min(ROW_TILE, item.rows - first_row)", "ROW_TILE", ("out-of-bounds", "race", "numbers", "uninitialised-read")),
+    Mutant("two blocks take all columns", "item.cuh", "number < end && half != 2", "number < end", ("race",)),
+    Mutant("no rescaling", ATTENTION, "if (__builtin_expect(of_band[band] != 0, 0)) {", "if (false) {", ("numbers",)),
+    Mutant("nothing has grown", ATTENTION, "handed.grown[band] = grown;", "handed.grown[band] = false;", ("numbers",)),
+    Mutant("factors of the rows before", ATTENTION, "factors[8] = factor[1];", "factors[8] = factor[0];", ("numbers",)),
     Mutant("a maximum that grows in other lanes", ATTENTION, "__any_sync(ALL, larger)", "larger", ("divergent-collective",)),
-    Mutant("sums are not rescaled", ATTENTION, "sum[i] * factor[i]", "sum[i]", ("numbers",)),
-    Mutant("a maximum of half the lanes", ATTENTION, "of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 16));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
-    Mutant("a sum of its own lane", ATTENTION, "sum[i] += __shfl_xor_sync(ALL, sum[i], distance);", "", ("numbers",)),
+    Mutant("sums are not rescaled", ATTENTION, "= sum[i] * factor[i]", "= sum[i]", ("numbers",)),
+    Mutant("a maximum of half the lanes", ATTENTION, "of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 2));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
+    Mutant("a sum of its own lane", ATTENTION, " sum[i] += __shfl_xor_sync(ALL, sum[i], distance);", "", ("numbers",)),
     Mutant("a divisor of its own lane", ATTENTION, "rounded_sum[i] += __shfl_xor_sync(ALL, rounded_sum[i], distance);", "", ("numbers",)),
-    Mutant("a divisor that is not rescaled", ATTENTION, "rounded_sum[1] * factor[1]", "rounded_sum[1]", ("numbers",)),
-    Mutant("probabilities are not transposed", ATTENTION, "ptx::movmatrix_trans(lower)", "lower", ("numbers",)),
-    Mutant("scores of three warps", ATTENTION, "for (int warp = 0; warp < BAND_WARPS; ++warp) {", "for (int warp = 1; warp < BAND_WARPS; ++warp) {", ("numbers",)),
+    Mutant("a divisor that is not rescaled", ATTENTION, "rounded_sum[i] * factor[i]", "rounded_sum[i]", ("numbers",)),
+    Mutant("probabilities of other rows", ATTENTION, "words[2 * step + 1][0], words[2 * step + 1][1]", "words[2 * step + 1][1], words[2 * step + 1][0]", ("numbers",)),
+    Mutant("scores over half of the columns", ATTENTION, "(x[n][0] + __uint_as_float(share.x))", "x[n][0]", ("numbers",)),
+    Mutant("scores for the wrong warp", ATTENTION, "handed.shares + (duty.bands[1]", "handed.shares + (duty.bands[0]", ("numbers", "race", "uninitialised-read")),
     Mutant("base 2 is taken for e", ATTENTION, ": sm_scale) * LOG2_E", ": sm_scale)", ("numbers",)),
-    Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[i] * LN_2", "log_sums[i]", ("numbers",)),
-    Mutant("the ring turns backwards", ATTENTION, "in_ring(tile - 1 + TILES)", "in_ring(tile + TILES)", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
-    Mutant("the band that is behind still needs a tile", ATTENTION, "tile + AHEAD - (LAG - (turn - step));", "tile + AHEAD;", ("race",)),
-    Mutant("slots of other rows", ATTENTION, "coming % LIST_TILES * ROWS_A_WARP", "0", ("numbers", "pending-cp-async")),
-    Mutant("slots are looked up once", ATTENTION, "if (coming % LIST_TILES == 0) {", "if (false) {", ("numbers",)),
-    Mutant("the ring is too short by a tile", ATTENTION, "tile + AHEAD - (LAG - (turn - step));", "tile + AHEAD - 1 - (LAG - (turn - step));", ("numbers", "pending-cp-async", "uninitialised-read")),
+    Mutant("a sum of exponentials to base 2", ATTENTION, "log_sums[half] * LN_2", "log_sums[half]", ("numbers",)),
+    Mutant("the ring turns backwards", ATTENTION, "multiply_half<1>(acc, in_ring(tile - 1)", "multiply_half<1>(acc, in_ring(tile)", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
+    Mutant("a tile that is still needed is overwritten", ATTENTION, "fetch(tile + AHEAD, own);", "fetch(tile + AHEAD + 1, own);", ("race", "numbers", "pending-cp-async", "uninitialised-read")),
+    Mutant("probabilities of the tile before", ATTENTION, "probabilities + (tile % 2 * KV_STEPS + step)", "probabilities + (step)", ("race",)),
+    Mutant("slots of other rows", ATTENTION, "tile % LIST_TILES * ROWS_A_WARP", "0", ("numbers", "pending-cp-async")),
+    Mutant("slots are looked up once", ATTENTION, "if ((tile + 1) % LIST_TILES == 0) {", "if (false) {", ("numbers",)),
+    Mutant("the ring is too short by a tile", ATTENTION, "fetch(tile + AHEAD, own);", "fetch(tile + AHEAD - 1, own);", ("numbers", "race", "pending-cp-async", "uninitialised-read")),
     Mutant("the first split is not combined", "combine.cuh", "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
     Mutant("a split too many is combined", "combine.cuh", "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
     Mutant("weights of the partials are equal", "combine.cuh", "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
-    Mutant("codes are not waited for", ATTENTION, "ptx::cp_async_wait<AHEAD - 1>();", "", ("pending-cp-async",), 1, CODES),
-    Mutant("the first codes are not waited for", ATTENTION, "ptx::cp_async_wait<AHEAD - 1>();\n        if (CODES", "if (CODES", ("pending-cp-async",), step=CODES),
-    Mutant("the first tile is not waited for", ATTENTION, "ptx::cp_async_wait<AHEAD - 1>();\n        if (CODES", "if (CODES", ("pending-cp-async",), step=""),
-    Mutant("codes of the tile before", ATTENTION, "arriving(tile + 1)", "arriving(tile)", ("numbers", "pending-cp-async"), step=CODES),
+    Mutant("codes are not waited for", ATTENTION, CODES_WAIT + "widen(tile + 1, own);", "widen(tile + 1, own);", ("pending-cp-async",), step=CODES),
+    Mutant("the first codes are not waited for", ATTENTION, CODES_WAIT + "widen(0, own);", "widen(0, own);", ("pending-cp-async",), step=CODES),
+    Mutant("the first tile is not waited for", ATTENTION, FIRST_WAIT, "    }\n    Accumulators", ("pending-cp-async",), step=""),
+    Mutant("codes of the tile before", ATTENTION, "widen(tile + 1, own);", "widen(tile, own);", ("numbers", "race", "pending-cp-async", "uninitialised-read"), step=CODES),
     Mutant("codes are not scaled in scores", ATTENTION, "CODES ? sm_scale * kv_scale : sm_scale", "sm_scale", ("numbers",), step=CODES),
-    Mutant("codes are not scaled in outputs", ATTENTION, "CODES ? kv_scale : 1.0f", "1.0f", ("numbers",), step=CODES),
+    Mutant("codes are not scaled in outputs", ATTENTION, "CODES ? terms.kv_scale : 1.0f", "1.0f", ("numbers",), step=CODES),
     Mutant("a tree's own rows are taken for codes", ATTENTION, "position >= item.prefix && position < item.end && out_cache_loc", "false && out_cache_loc", ("numbers", "uninitialised-read"), step=CODES),
-    Mutant("scores of a tree's own rows are taken for codes'", ATTENTION, "x[0] *= inverse;", "", ("numbers",), step=CODES),
-    Mutant("weights of a tree's own rows are taken for codes'", ATTENTION, "unit.x = inverse;", "", ("numbers",), step=CODES),
-    Mutant("sums of a tree's own rows are taken for codes'", ATTENTION, "value.y = scale;", "", ("numbers",), step=CODES),
+    Mutant("scores of a tree's own rows are taken for codes'", ATTENTION, "x[n][i] *= n * 8 + i % 2 >= exact_from ? unit : 1.0f;", "", ("numbers",), step=CODES),
+    Mutant("weights of a tree's own rows are taken for codes'", ATTENTION, "CODES && n * 8 >= exact_from ? unit : 1.0f", "1.0f", ("numbers",), step=CODES),
+    Mutant("sums of a tree's own rows are taken for codes'", ATTENTION, "n * 8 >= exact_from ? value : 1.0f", "1.0f", ("numbers",), step=CODES),
     Mutant("a cut that is not at a tile's start", PLAN, "return cut > last_cut", "return cut >= last_cut", ("numbers",)),
     Mutant("slots of two row tiles meet", PLAN, "side * (cuts + 1)", "side * cuts", ("numbers", "race")),
     Mutant("an entry is done by nobody", PLAN, "pieces_before(team) * width + side : 0;", "pieces_before(team) * width + side + width : 0;", ("numbers",)),
@@ -138,6 +155,7 @@ PLANTED = [
 MUTANTS = [
     *PLANTED,
     *each_barrier(ATTENTION),
+    *each_barrier(ATTENTION, MEETING, OUT_OF_STEP),
     *each_barrier(PLAN),
     *(mutant for header in HEADERS for mutant in each_barrier(header)),
 ]

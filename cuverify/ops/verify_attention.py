@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
+    RESERVED_SHARED,
     Launched,
     capability,
     check_blocks,
@@ -30,6 +32,7 @@ from cuverify.launching import (
     is_real,
     multiprocessors,
     number_of,
+    shared_room,
     whole,
 )
 from cuverify.narrow import STORED, Narrow
@@ -296,6 +299,9 @@ class VerifyAttention:
             values = choice_for(device, variant=self.variant, rows=rows).values
         if self._most_row_tiles() == 1:
             values = {**VARIANTS[self.variant].lone, **values}
+        if device is not None and multiprocessors(device) is not None:
+            room = shared_room(device)
+            values = {**fitting_values(self.variant, room, **chosen), **values}
         partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
@@ -338,18 +344,36 @@ class VerifyAttention:
 
 def launched(arch: str) -> Iterator[Launched]:
     """Yield the `-D` values of layers with 512 + 64 columns; see `cuverify.launched`."""
+    room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
     for name in variants_for(arch):
         variant = VARIANTS[name]
+        roomy = fitting_values(name, room, LATENT=512, ROPE=64)
         tuned = [choice.values for choice in choices_of(arch, name)]
         own = [*tuned, *({**variant.lone, **values} for values in tuned)]
         sets: list[Mapping[str, Value]] = [
-            {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **values}
+            {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **roomy, **values}
             for pool in _OF_POOL
             for values in own
             if variant.fits(512, 64, 1.0, pool)
         ]
         types = {"HEADS": RANK_HEADS, "LATENT": (512,), "ROPE": (64,)}
         yield Launched(variant.stem, ("KV_INDEX", "QO_INDEX"), types, sets)
+
+
+def fitting_values(variant: VariantName, room: int, **values: int | str) -> Mapping[str, int]:
+    """Return the `-D` values of a text that its GPU has shared memory for.
+
+    Parameters
+    ----------
+    variant : {"portable", "sm90"}
+    room : int
+        Bytes of shared memory that a multiprocessor has for all of its blocks.
+    **values : int or str
+        Other `-D` values.
+    """
+    roomy = VARIANTS[variant].roomy
+    partials, _ = verify_attention_kernels(variant, **{**values, **roomy})
+    return roomy if (partials.declared_shared() or 0) + RESERVED_SHARED <= room else {}
 
 
 def verify_attention_kernels(
