@@ -150,13 +150,6 @@ static_assert(COMBINE_THREADS == 256 || COMBINE_THREADS == 512,
               "warps divide the units of a row tile evenly");
 
 constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
-// In shared memory, of a warp: the pieces in flight, and behind them log-sum-exps of 16 rows, of eight
-// splits at once. In the end its share stands there.
-constexpr int SPLIT_BYTES = 32 * 16;
-constexpr int WEIGHTS_AT = COMBINE_UNROLL * SPLIT_BYTES;
-constexpr int COMBINE_BYTES = WEIGHTS_AT + (COMBINE_UNROLL + 7) / 8 * 8 * 64;
-
-static_assert(COMBINE_UNROLL % 3 == 0, "three splits are added at once");
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
@@ -965,20 +958,23 @@ struct Place {
     }
 };
 
-// What a warp has of two rows: four values, the maximum and the weight of each.
+// What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
 using Share = float[2][6][32];
-static_assert(sizeof(Share) <= COMBINE_BYTES, "it stands where the pieces were");
 
-// Adds every `step`-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through shared
-// memory, which takes no registers, and loops are short: instructions that are met for the first time
-// take longer than what they do. `present` is false in a lane whose rows are of no query.
+constexpr int WEIGHT_ROWS = 16;                          // that a unit has
+constexpr int WEIGHTS = (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
+
+// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
+// shared memory, where they take no registers, and the loops are short: a step is so brief that
+// instructions count that are met once. `present` is false in a lane whose rows are of no query.
 __device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_out,
                                        const float* partial_lse, const Place& own, bool present,
-                                       int slot, int end, int log_step, unsigned char* room) {
+                                       int slot, int end, int log_step, uint4* pieces,
+                                       float* weights) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const unsigned to = hopper::shared_address(room);
-    const uint4* pieces = reinterpret_cast<const uint4*>(room) + lane;
-    const float* weights = reinterpret_cast<const float*>(room + WEIGHTS_AT) + lane / 4;
+    const int first_row = own.row - lane / 4;
+    const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
+    const int lower = upper + 8;
 #pragma unroll 1
     for (; slot < end; slot += COMBINE_UNROLL << log_step) {
         const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
@@ -986,24 +982,23 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_ou
 #pragma unroll 1
         for (int k = lane / 4; k < count; k += 8) {
             const int from = slot + (k << log_step);  // of less than 4,096 slots
-            hopper::copy16(to + WEIGHTS_AT + k * 64 + lane % 4 * 16,
-                           partial_lse + from * ROW_TILE + own.row - lane / 4 + lane % 4 * 4, 16);
+            ptx::cp_async16(weights + k * WEIGHT_ROWS + lane % 4 * 4,
+                            partial_lse + from * ROW_TILE + first_row + lane % 4 * 4);
         }
         const int own_count = present ? count : 0;
 #pragma unroll 1
         for (int k = 0; k < own_count; ++k) {
-            const int from = slot + (k << log_step);
-            hopper::copy16(to + k * SPLIT_BYTES + lane * 16,
-                           partial_out + (from * PIECES + own.piece) * static_cast<long long>(PIECE),
-                           16);
+            const long long from = slot + (k << log_step);
+            ptx::cp_async16(pieces + k * 32 + lane, partial_out + (from * PIECES + own.piece) * PIECE);
         }
-        hopper::wait_for_copies();
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
         __syncwarp();
         float largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll 3
         for (int k = 0; k < own_count; ++k) {
-            largest[0] = fmaxf(largest[0], weights[k * 16]);
-            largest[1] = fmaxf(largest[1], weights[k * 16 + 8]);
+            largest[0] = fmaxf(largest[0], weights[k * WEIGHT_ROWS + upper]);
+            largest[1] = fmaxf(largest[1], weights[k * WEIGHT_ROWS + lower]);
         }
         mean[0].raise(largest[0]);
         mean[1].raise(largest[1]);
@@ -1016,9 +1011,9 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_ou
                 weight[k][0] = weight[k][1] = minus_infinity();
                 value[k] = make_uint4(0, 0, 0, 0);
                 if (first + k < own_count) {
-                    weight[k][0] = weights[(first + k) * 16];
-                    weight[k][1] = weights[(first + k) * 16 + 8];
-                    value[k] = pieces[(first + k) * 32];
+                    weight[k][0] = weights[(first + k) * WEIGHT_ROWS + upper];
+                    weight[k][1] = weights[(first + k) * WEIGHT_ROWS + lower];
+                    value[k] = load128(pieces + (first + k) * 32 + lane);
                 }
             }
 #pragma unroll
@@ -1028,7 +1023,6 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_ou
             }
         }
     }
-    __syncwarp();
 }
 
 // Where the rows of a row tile are written.
@@ -1055,7 +1049,7 @@ struct Target {
     }
 
     // The sum of what some warps have, for one row and one pair of columns of a place.
-    __device__ __forceinline__ void write_sum(const unsigned char* room, int sharing,
+    __device__ __forceinline__ void write_sum(const Share* shares, int sharing,
                                               const Place& place, int task, int lane) const {
         const int half = task % 2;
         const int pair = task / 2 % 2;
@@ -1070,8 +1064,7 @@ struct Target {
                 max[k] = minus_infinity();
                 weights[k] = values[k][0] = values[k][1] = 0.0f;
                 if (first + k < sharing) {
-                    const Share& share =
-                        *reinterpret_cast<const Share*>(room + (first + k) * COMBINE_BYTES);
+                    const Share& share = shares[first + k];
                     max[k] = share[half][4][lane];
                     weights[k] = share[half][5][lane];
                     values[k][0] = share[half][2 * pair][lane];
@@ -1129,7 +1122,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
                         const int* __restrict__ combine_tiles, int tiles,
                         const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
-    DYNAMIC_SHARED(rooms);  // of the warps
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
+    CARVE(cursor, float, weights, COMBINE_WARPS * WEIGHTS * WEIGHT_ROWS);
+    SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
@@ -1140,14 +1136,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
         const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
-        unsigned char* room = rooms + warp * COMBINE_BYTES;
         const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
         hopper::wait_for_dependency();
         gather(mean, partial_out, partial_lse, own, to.rows.has(own.row),
-               turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers, room);
+               turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers,
+               pieces + warp * COMBINE_UNROLL * 32, weights + warp * WEIGHTS * WEIGHT_ROWS);
         if (sharing == 1) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -1158,14 +1154,13 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
             }
             continue;
         }
-        Share& share = *reinterpret_cast<Share*>(room);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            share[half][4][lane] = mean[half].max;
-            share[half][5][lane] = mean[half].weight;
+            means[warp][half][4][lane] = mean[half].max;
+            means[warp][half][5][lane] = mean[half].weight;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                share[half][i][lane] = mean[half].value[i];
+                means[warp][half][i][lane] = mean[half].value[i];
             }
         }
         __syncthreads();
@@ -1173,8 +1168,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
 #pragma unroll 1
         for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
             const Place place(turn.first_unit + task / 4, lane);
-            to.write_sum(rooms + (task / 4 << turn.log_sharers) * COMBINE_BYTES, sharing, place,
-                         task, lane);
+            to.write_sum(means + (task / 4 << turn.log_sharers), sharing, place, task, lane);
         }
         __syncthreads();
     }
