@@ -89,13 +89,9 @@
 #ifndef COMBINE_THREADS
 #define COMBINE_THREADS 512
 #endif
-// blocks of verify_combine_sm90 that a multiprocessor has room for
-#ifndef COMBINE_RESIDENT
-#define COMBINE_RESIDENT 2
-#endif
 // splits that a warp of verify_combine_sm90 has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 9
+#define COMBINE_UNROLL 15
 #endif
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
@@ -268,11 +264,10 @@ struct Note {
     __device__ __forceinline__ static void leave(Room room, const Item& item) {
         __syncwarp();  // the one before has been read
         if (threadIdx.x % 32 == 0) {
-            hopper::store16(room.note(),
-                            make_uint4(static_cast<unsigned>(item.slot),
-                                       static_cast<unsigned>(item.row_tile),
-                                       static_cast<unsigned>(item.rows),
-                                       static_cast<unsigned>(item.first_token)));
+            hopper::store16(room.note(), make_uint4(static_cast<unsigned>(item.slot),
+                                                    static_cast<unsigned>(item.row_tile),
+                                                    static_cast<unsigned>(item.rows),
+                                                    static_cast<unsigned>(item.first_token)));
         }
         __syncwarp();
     }
@@ -897,7 +892,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hopper::arrive_after_copies(room.barrier(FULL));
         }
         if (share.w == 0) {
-            value_items<2>(plan, share, first, part * 4, room, partial_out, out, out_stride, thread);
+            value_items<2>(plan, share, first, part * 4, room, partial_out, out, out_stride,
+                           thread);
         } else {
             value_items<1>(plan, share, first, (share.w - 1) * 4 + part * 2, room, partial_out, out,
                            out_stride, thread);
@@ -961,8 +957,9 @@ struct Place {
 // What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
 using Share = float[2][6][32];
 
-constexpr int WEIGHT_ROWS = 16;                          // that a unit has
-constexpr int WEIGHTS = (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
+constexpr int WEIGHT_ROWS = 16;  // that a unit has
+constexpr int WEIGHTS =
+    (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
 
 // Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
 // shared memory, where they take no registers, and the loops are short: a step is so brief that
@@ -989,7 +986,8 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_ou
 #pragma unroll 1
         for (int k = 0; k < own_count; ++k) {
             const long long from = slot + (k << log_step);
-            ptx::cp_async16(pieces + k * 32 + lane, partial_out + (from * PIECES + own.piece) * PIECE);
+            ptx::cp_async16(pieces + k * 32 + lane,
+                            partial_out + (from * PIECES + own.piece) * PIECE);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -1049,8 +1047,8 @@ struct Target {
     }
 
     // The sum of what some warps have, for one row and one pair of columns of a place.
-    __device__ __forceinline__ void write_sum(const Share* shares, int sharing,
-                                              const Place& place, int task, int lane) const {
+    __device__ __forceinline__ void write_sum(const Share* shares, int sharing, const Place& place,
+                                              int task, int lane) const {
         const int half = task % 2;
         const int pair = task / 2 % 2;
         float largest = minus_infinity();
@@ -1115,7 +1113,7 @@ struct Target {
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
 // @shared (COMBINE_THREADS // 32) * (COMBINE_UNROLL * 512 + (COMBINE_UNROLL + 7) // 8 * 512)
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     verify_combine_sm90(const bits16* __restrict__ partial_out,
                         const float* __restrict__ partial_lse,
                         const int* __restrict__ combine_indptr,
