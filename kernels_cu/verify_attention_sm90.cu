@@ -1097,7 +1097,10 @@ struct Target {
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. It may be launched before verify_partials_sm90 has ended, and waits before it reads what that kernel writes.
+// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. A block takes more than half of a
+// multiprocessor's shared memory, so that no two share one while others stand idle. It may be launched
+// before verify_partials_sm90 has ended, and waits before it reads what that kernel writes; blocks that
+// have nothing to merge do not wait, but for the first one.
 //
 // @kernel verify_combine_sm90
 // @arch sm_90a
@@ -1130,7 +1133,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
-    hopper::launch_dependents();
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
         const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
