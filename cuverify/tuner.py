@@ -73,7 +73,7 @@ KNOBS: Mapping[VariantName, tuple[Knob, ...]] = {
         Knob("plan", "ROOT_HALVES", (0, 2, 3, 4)),
         Knob("plan", "START_ROWS", (48, 96, 144, 192)),
         Knob("plan", "HALVES_ROWS", (0, 160, 320, 640)),
-        Knob("values", "COMBINE_UNROLL", (4, 6, 8)),
+        Knob("values", "COMBINE_UNROLL", (9, 12, 15)),
     ),
 }
 """What is searched for each variant, in this order."""

@@ -44,8 +44,8 @@ class Variant:
     roomy : mapping of str to int
         `-D` values of the text where a multiprocessor has room for a block with them.
     lone : mapping of str to int
-        `-D` values of the text where a batch cannot have more than one row tile: its many pieces
-        are merged by all the registers there are.
+        `-D` values of the text where a batch cannot have more than one row tile, which is then cut
+        into many pieces.
     """
 
     stem: str
@@ -80,9 +80,14 @@ VARIANTS: Mapping[VariantName, Variant] = {
         512,
         columns=(512, 64),
         codes=False,
-        combine_ctas=2,
-        plan={"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48, "HALVES_ROWS": 240},
-        lone={"COMBINE_UNROLL": 9, "COMBINE_LEAST": 9, "COMBINE_RESIDENT": 1},
+        combine_ctas=1,
+        plan={
+            "START_ROWS": 144,
+            "LEAST_ROWS": 16,
+            "GRAIN": 48,
+            "HALVES_ROWS": 240,
+            "ROOT_HALVES": 2,
+        },
     ),
 }
 

@@ -89,13 +89,9 @@
 #ifndef COMBINE_THREADS
 #define COMBINE_THREADS 512
 #endif
-// blocks of verify_combine_sm90 that a multiprocessor has room for
-#ifndef COMBINE_RESIDENT
-#define COMBINE_RESIDENT 2
-#endif
 // splits that a warp of verify_combine_sm90 has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 4
+#define COMBINE_UNROLL 15
 #endif
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
@@ -128,7 +124,8 @@ constexpr int COPY_ROWS = GROUP_THREADS / 8;  // that the copy group fetches at 
 constexpr int QUERIES_AT = SLOTS * TILE_BYTES;  // the chunks that are not held
 constexpr int GIVEN_AT = QUERIES_AT + (CHUNKS - HELD) * QUERY_BYTES;
 constexpr int MASKS_AT = GIVEN_AT + 2 * GIVEN_BYTES;
-constexpr int BARRIERS_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
+constexpr int NOTES_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
+constexpr int BARRIERS_AT = NOTES_AT + THREADS / 32 * 16;
 constexpr int FULL = 0;              // a ring slot holds a tile: COPY threads
 constexpr int FREE = FULL + SLOTS;   // it has been used up: the 8 warps that multiply with V
 constexpr int GIVEN = FREE + SLOTS;  // probabilities are in a buffer: 4 warps
@@ -185,10 +182,12 @@ struct Room {
     __device__ __forceinline__ unsigned given(int buffer) const {
         return base + GIVEN_AT + buffer * GIVEN_BYTES;
     }
+    __device__ __forceinline__ unsigned note() const {
+        return base + NOTES_AT + threadIdx.x / 32 * 16;
+    }
 };
 
-// Where the plan and the bounds are. Not __restrict__: an item is read again where it is needed, since
-// registers are for operands.
+// Where the plan and the bounds are.
 struct Plan {
     const int* work;
     const int* kv_indptr;
@@ -203,9 +202,9 @@ struct Entry {
 
     __device__ __forceinline__ Entry(const Plan& plan, int number) {
         const int2* given = reinterpret_cast<const int2*>(plan.work + number * 6ll);
-        tile = given[0];
-        range = given[1];
-        piece = given[2];
+        tile = hopper::load_here(given);
+        range = hopper::load_here(given + 1);
+        piece = hopper::load_here(given + 2);
     }
 };
 
@@ -217,10 +216,10 @@ struct Bounds {
     int end_token;
 
     __device__ __forceinline__ Bounds(const Plan& plan, int request)
-        : first_index(plan.kv_indptr[request]),
-          end_index(plan.kv_indptr[request + 1]),
-          first_token(static_cast<int>(plan.qo_indptr[request])),
-          end_token(static_cast<int>(plan.qo_indptr[request + 1])) {}
+        : first_index(hopper::load_here(plan.kv_indptr + request)),
+          end_index(hopper::load_here(plan.kv_indptr + request + 1)),
+          first_token(static_cast<int>(hopper::load_here(plan.qo_indptr + request))),
+          end_token(static_cast<int>(hopper::load_here(plan.qo_indptr + request + 1))) {}
 };
 
 // One item of the work, and what follows from it.
@@ -252,6 +251,34 @@ struct Item {
     }
 
     __device__ __forceinline__ int tiles() const { return (max(end - begin, 0) + TILE - 1) / TILE; }
+};
+
+// What the end of an item needs to know of it. A warp leaves it in shared memory at the beginning:
+// registers are for operands, and reading the plan again would cost a short item as much as its products.
+struct Note {
+    int slot;
+    int row_tile;
+    int rows;
+    int first_token;
+
+    __device__ __forceinline__ static void leave(Room room, const Item& item) {
+        __syncwarp();  // the one before has been read
+        if (threadIdx.x % 32 == 0) {
+            hopper::store16(room.note(), make_uint4(static_cast<unsigned>(item.slot),
+                                                    static_cast<unsigned>(item.row_tile),
+                                                    static_cast<unsigned>(item.rows),
+                                                    static_cast<unsigned>(item.first_token)));
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ explicit Note(Room room) {
+        const uint4 found = hopper::load16(room.note());
+        slot = static_cast<int>(found.x);
+        row_tile = static_cast<int>(found.y);
+        rows = static_cast<int>(found.z);
+        first_token = static_cast<int>(found.w);
+    }
 };
 
 // Where the queries are.
@@ -481,6 +508,7 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
         if (number != share.x) {
             item = Item::read(plan, number);
         }
+        Note::leave(room, item);
         hopper::sync_warpgroup(1);  // the masks before have been read
         if (thread < TOKENS * MASK_WORDS) {
             const int flat = item.row_tile * ROW_TILE + thread / MASK_WORDS * 8;
@@ -590,7 +618,7 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
             hopper::arrive(room.barrier(ASKED));
         }
         const float sums[2] = {upper.finish(), lower.finish()};
-        const Item done = Item::read(plan, number);
+        const Note done(room);
         if (lane % 4 == 0 && share.w < 2) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -619,7 +647,7 @@ __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
 
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
 template <int PARTS>
-__device__ __forceinline__ void value_items(const Plan& plan, int4 share, int tiles,
+__device__ __forceinline__ void value_items(const Plan& plan, int4 share, const Item& first,
                                             int first_chunk, Room room, bits16* partial_out,
                                             bits16* out, long long out_stride, int thread) {
     const int lane = thread % 32;
@@ -630,8 +658,11 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 #pragma unroll 1
     for (int number = share.x; number < share.y; number += share.z) {
         turn.advance();  // the queries
-        if (number != share.x) {
-            tiles = Item::read(plan, number).tiles();
+        int tiles;
+        {
+            const Item next = number == share.x ? first : Item::read(plan, number);
+            tiles = next.tiles();
+            Note::leave(room, next);
         }
         float o[PARTS][64];
         float2 sum = make_float2(0.0f, 0.0f);
@@ -700,7 +731,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
         sum.y += __shfl_xor_sync(ALL, sum.y, 2);
         const float scale_x = sum.x != 0.0f ? 1.0f / sum.x : 0.0f;
         const float scale_y = sum.y != 0.0f ? 1.0f / sum.y : 0.0f;
-        const Item item = Item::read(plan, number);
+        const Note item(room);
         const int row = warp * 16 + lane / 4;
         if (item.slot >= 0 && item.row_tile * ROW_TILE + row >= item.rows) {
             continue;  // this thread's pieces are of no query
@@ -790,7 +821,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, int ti
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 512
-// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 16 * SLOTS + 40 + 1024
+// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 256 + 16 * SLOTS + 40 + 1024
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials_sm90(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                          long long q_stride, long long q_head_stride, long long rope_stride,
@@ -825,7 +856,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     hopper::wait_for_dependency();
     hopper::launch_dependents();  // not before: they read the plan, too, which may just be made
-    const int4 share = reinterpret_cast<const int4*>(cta_work)[blockIdx.x];
+    const int4 share = hopper::load_here(reinterpret_cast<const int4*>(cta_work) + blockIdx.x);
     const Plan plan = {work, kv_indptr, qo_indptr};
     // What a block needs first is read at once, if it can be guessed: one read after the other would
     // cost a short step as much as its rows. With one request, the guesses are right.
@@ -861,11 +892,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hopper::arrive_after_copies(room.barrier(FULL));
         }
         if (share.w == 0) {
-            value_items<2>(plan, share, first.tiles(), part * 4, room, partial_out, out, out_stride,
+            value_items<2>(plan, share, first, part * 4, room, partial_out, out, out_stride,
                            thread);
         } else {
-            value_items<1>(plan, share, first.tiles(), (share.w - 1) * 4 + part * 2, room,
-                           partial_out, out, out_stride, thread);
+            value_items<1>(plan, share, first, (share.w - 1) * 4 + part * 2, room, partial_out, out,
+                           out_stride, thread);
         }
     }
 }
@@ -907,6 +938,8 @@ struct Mean {
     }
 };
 
+constexpr int PIECES = ROW_TILE * LATENT / PIECE;  // of a slot
+
 // What a lane of a unit has of the partials of a row tile.
 struct Place {
     int piece;
@@ -923,6 +956,72 @@ struct Place {
 
 // What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
 using Share = float[2][6][32];
+
+constexpr int WEIGHT_ROWS = 16;  // that a unit has
+constexpr int WEIGHTS =
+    (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
+
+// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
+// shared memory, where they take no registers, and the loops are short: a step is so brief that
+// instructions count that are met once. `present` is false in a lane whose rows are of no query.
+__device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_out,
+                                       const float* partial_lse, const Place& own, bool present,
+                                       int slot, int end, int log_step, uint4* pieces,
+                                       float* weights) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int first_row = own.row - lane / 4;
+    const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
+    const int lower = upper + 8;
+#pragma unroll 1
+    for (; slot < end; slot += COMBINE_UNROLL << log_step) {
+        const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
+        __syncwarp();  // the splits before have been added
+#pragma unroll 1
+        for (int k = lane / 4; k < count; k += 8) {
+            const int from = slot + (k << log_step);  // of less than 4,096 slots
+            ptx::cp_async16(weights + k * WEIGHT_ROWS + lane % 4 * 4,
+                            partial_lse + from * ROW_TILE + first_row + lane % 4 * 4);
+        }
+        const int own_count = present ? count : 0;
+#pragma unroll 1
+        for (int k = 0; k < own_count; ++k) {
+            const long long from = slot + (k << log_step);
+            ptx::cp_async16(pieces + k * 32 + lane,
+                            partial_out + (from * PIECES + own.piece) * PIECE);
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncwarp();
+        float largest[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll 3
+        for (int k = 0; k < own_count; ++k) {
+            largest[0] = fmaxf(largest[0], weights[k * WEIGHT_ROWS + upper]);
+            largest[1] = fmaxf(largest[1], weights[k * WEIGHT_ROWS + lower]);
+        }
+        mean[0].raise(largest[0]);
+        mean[1].raise(largest[1]);
+#pragma unroll 1
+        for (int first = 0; first < own_count; first += 3) {
+            float weight[3][2];
+            uint4 value[3];
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                weight[k][0] = weight[k][1] = minus_infinity();
+                value[k] = make_uint4(0, 0, 0, 0);
+                if (first + k < own_count) {
+                    weight[k][0] = weights[(first + k) * WEIGHT_ROWS + upper];
+                    weight[k][1] = weights[(first + k) * WEIGHT_ROWS + lower];
+                    value[k] = load128(pieces + (first + k) * 32 + lane);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                mean[0].add(weight[k][0], value[k].x, value[k].z);
+                mean[1].add(weight[k][1], value[k].y, value[k].w);
+            }
+        }
+    }
+}
 
 // Where the rows of a row tile are written.
 struct Target {
@@ -947,26 +1046,47 @@ struct Target {
         }
     }
 
-    // The sum of what SHARES warps have, for one row and one pair of columns of a place.
-    template <int SHARES>
-    __device__ __forceinline__ void write_sum(const Share* shares, const Place& place, int task,
-                                              int lane) const {
+    // The sum of what some warps have, for one row and one pair of columns of a place.
+    __device__ __forceinline__ void write_sum(const Share* shares, int sharing, const Place& place,
+                                              int task, int lane) const {
         const int half = task % 2;
         const int pair = task / 2 % 2;
         float largest = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < SHARES; ++i) {
-            largest = fmaxf(largest, shares[i][half][4][lane]);
-        }
         float weight = 0.0f;
         float value[2] = {};
+#pragma unroll 1
+        for (int first = 0; first < sharing; first += 4) {
+            float max[4], weights[4], values[4][2];
 #pragma unroll
-        for (int i = 0; i < SHARES; ++i) {
-            const float max = shares[i][half][4][lane];
-            const float factor = max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
-            weight = fmaf(factor, shares[i][half][5][lane], weight);
-            value[0] = fmaf(factor, shares[i][half][2 * pair][lane], value[0]);
-            value[1] = fmaf(factor, shares[i][half][2 * pair + 1][lane], value[1]);
+            for (int k = 0; k < 4; ++k) {
+                max[k] = minus_infinity();
+                weights[k] = values[k][0] = values[k][1] = 0.0f;
+                if (first + k < sharing) {
+                    const Share& share = shares[first + k];
+                    max[k] = share[half][4][lane];
+                    weights[k] = share[half][5][lane];
+                    values[k][0] = share[half][2 * pair][lane];
+                    values[k][1] = share[half][2 * pair + 1][lane];
+                }
+            }
+            const float before = largest;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                largest = fmaxf(largest, max[k]);
+            }
+            const float factor =
+                before == minus_infinity() ? 0.0f : ptx::exp2_approx(before - largest);
+            weight *= factor;
+            value[0] *= factor;
+            value[1] *= factor;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float own =
+                    max[k] == minus_infinity() ? 0.0f : ptx::exp2_approx(max[k] - largest);
+                weight = fmaf(own, weights[k], weight);
+                value[0] = fmaf(own, values[k][0], value[0]);
+                value[1] = fmaf(own, values[k][1], value[1]);
+            }
         }
         write(place.row + half * 8, place.column + pair * 8, weight, largest, value[0], value[1]);
     }
@@ -977,13 +1097,16 @@ struct Target {
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. It may be launched before verify_partials_sm90 has ended, and waits before it reads what that kernel writes.
+// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. A block takes more than half of a
+// multiprocessor's shared memory, so that no two share one while others stand idle. It may be launched
+// before verify_partials_sm90 has ended, and waits before it reads what that kernel writes; blocks that
+// have nothing to merge do not wait, but for the first one.
 //
 // @kernel verify_combine_sm90
 // @arch sm_90a
 // @early
 // @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
-// @param partial_lse    read   fp32 [slots, 64]      base 2
+// @param partial_lse    read   fp32 [slots, 64] align=16  base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
 // @param tiles          value  int32                 most row tiles that can be cut
@@ -992,14 +1115,17 @@ struct Target {
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
+// @shared (COMBINE_THREADS // 32) * (COMBINE_UNROLL * 512 + (COMBINE_UNROLL + 7) // 8 * 512)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     verify_combine_sm90(const bits16* __restrict__ partial_out,
                         const float* __restrict__ partial_lse,
                         const int* __restrict__ combine_indptr,
                         const int* __restrict__ combine_tiles, int tiles,
                         const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
-    constexpr int PIECES = ROW_TILE * LATENT / PIECE;
+    DYNAMIC_SHARED(cursor);
+    CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
+    CARVE(cursor, float, weights, COMBINE_WARPS * WEIGHTS * WEIGHT_ROWS);
     SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -1007,46 +1133,17 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
     merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
-    hopper::wait_for_dependency();
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
         const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
-        const int end = turns.rows(turn, HEADS, ROW_TILE).has(own.row) ? turn.end : turn.begin;
-        const uint4* pieces = reinterpret_cast<const uint4*>(partial_out) + own.piece;
+        const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
-        for (int slot = turn.begin + (warp & (sharing - 1)); slot < end;
-             slot += sharing * COMBINE_UNROLL) {
-            float weights[COMBINE_UNROLL][2];
-            uint4 values[COMBINE_UNROLL];
-#pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                weights[k][0] = weights[k][1] = minus_infinity();
-                values[k] = make_uint4(0, 0, 0, 0);
-                const int from = slot + k * sharing;  // of less than 4,096 slots
-                if (from < end) {
-                    weights[k][0] = __ldcg(partial_lse + from * ROW_TILE + own.row);
-                    weights[k][1] = __ldcg(partial_lse + from * ROW_TILE + own.row + 8);
-                    values[k] = __ldcg(pieces + from * PIECES);
-                }
-            }
-            float largest[2] = {weights[0][0], weights[0][1]};
-#pragma unroll
-            for (int k = 1; k < COMBINE_UNROLL; ++k) {
-                largest[0] = fmaxf(largest[0], weights[k][0]);
-                largest[1] = fmaxf(largest[1], weights[k][1]);
-            }
-            mean[0].raise(largest[0]);
-            mean[1].raise(largest[1]);
-#pragma unroll
-            for (int k = 0; k < COMBINE_UNROLL; ++k) {
-                mean[0].add(weights[k][0], values[k].x, values[k].z);
-                mean[1].add(weights[k][1], values[k].y, values[k].w);
-            }
-        }
-        // asked for again: registers are for what is in flight
-        const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
+        hopper::wait_for_dependency();
+        gather(mean, partial_out, partial_lse, own, to.rows.has(own.row),
+               turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers,
+               pieces + warp * COMBINE_UNROLL * 32, weights + warp * WEIGHTS * WEIGHT_ROWS);
         if (sharing == 1) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -1068,23 +1165,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, COMBINE_RESIDENT)
         }
         __syncthreads();
         // A warp for each pair of columns of each of a unit's two rows.
+#pragma unroll 1
         for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
             const Place place(turn.first_unit + task / 4, lane);
-            const Share* shares = means + (task / 4 << turn.log_sharers);
-            switch (turn.log_sharers) {
-                case 1:
-                    to.write_sum<2>(shares, place, task, lane);
-                    break;
-                case 2:
-                    to.write_sum<4>(shares, place, task, lane);
-                    break;
-                case 3:
-                    to.write_sum<8>(shares, place, task, lane);
-                    break;
-                default:
-                    to.write_sum<16>(shares, place, task, lane);
-            }
+            to.write_sum(means + (task / 4 << turn.log_sharers), sharing, place, task, lane);
         }
         __syncthreads();
+    }
+    if (blockIdx.x == 0) {
+        hopper::wait_for_dependency();  // who waits for this kernel waits for the one in front, too
     }
 }

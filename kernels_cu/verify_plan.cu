@@ -18,8 +18,9 @@
 // teams.
 //
 // Cuts. The bundles stand one behind the other, in the order of requests and row tiles, on an axis
-// of cost: START_ROWS for starting, and one for each KV row. The axis is cut every Q, and team k
-// takes what lies in [k Q, (k+1) Q):
+// of cost: START_ROWS for starting, and one for each KV row. It begins at the first bundle's first row,
+// since every team starts once, and a lone request's pieces go to the first teams. The axis is cut
+// every Q, and team k takes what lies in [k Q, (k+1) Q):
 //   Q = max(ceil(whole axis / M), ceil(ROOT_HALVES x isqrt(longest) / 2), LEAST_ROWS), rounded up
 //       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
@@ -502,10 +503,10 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     const auto narrowed = [&](long long cost) {
         return static_cast<long long>(rint(static_cast<double>(cost) * of_width));
     };
-    const long long axis = planned ? narrowed(all.cost) : 0;
+    const long long axis = max(planned ? narrowed(all.cost) - START_ROWS : 0, 0ll);
 #pragma unroll 1
     for (int b = thread; b < batch; b += PLAN_THREADS) {
-        requests[b].start = narrowed(requests[b].start);
+        requests[b].start = narrowed(requests[b].start) - START_ROWS;
         ordinals[b] /= width;
     }
     const int all_teams = num_ctas / width;

@@ -381,7 +381,8 @@ def _quota(
 ) -> tuple[int, int, bool]:
     """Return the teams, the cost that each takes, and whether two blocks share it."""
     bundles = _bundles(trees, heads, width)
-    axis = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
+    cost = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
+    axis = max(cost - start_rows, 0)
     longest = max((length + tree for length, tree in zip(lens, trees, strict=True)), default=0)
     root = -(-root_halves * math.isqrt(longest) // 2)
 
@@ -404,7 +405,7 @@ def _pieces(
     least_rows: int,
 ) -> Iterator[_Piece]:
     """Walk along the axis of cost, bundle by bundle, and cut."""
-    start = 0
+    start = -start_rows  # the axis begins at the first bundle's first row
     for request, first_tile in _bundles(trees, heads, width):
         prefix, total = lens[request], lens[request] + trees[request]
         rows_at = start + start_rows  # where the bundle's first KV row lies on the axis

@@ -126,6 +126,41 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned row) {
                  : "memory");
 }
 
+// ---- loads that stay where they stand -----------------------------------------------------------
+
+// The compiler moves a load behind the branch that decides whether it is needed, and then one waits for
+// the other. These start where they are written.
+
+__device__ __forceinline__ int load_here(const int* from) {
+    int value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ long long load_here(const long long* from) {
+    long long value;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ int2 load_here(const int2* from) {
+    int2 value;
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(value.x), "=r"(value.y)
+                 : "l"(from)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ int4 load_here(const int4* from) {
+    int4 value;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from)
+                 : "memory");
+    return value;
+}
+
 // ---- kernels that follow one another ------------------------------------------------------------
 
 using early::launch_dependents;

@@ -62,6 +62,7 @@ struct Turns {
 
     int first = 0;   // row tile of lane 0
     int before = 0;  // turns of earlier row tiles
+    int busy;        // row tiles that the lanes have; less than a warp's: they are the last
     int number;      // of the turn
     int own_end;     // turns up to this lane's row tile
     int begin;       // of this lane's row tile, as are the following
@@ -92,7 +93,7 @@ struct Turns {
         end_token = request < 0 ? 0 : static_cast<int>(qo_indptr[request + 1]);
         const int splits = end - begin;
         // Warps are left over only where these row tiles are all there are.
-        const int busy = __popc(__ballot_sync(ALL, splits > 0));
+        busy = __popc(__ballot_sync(ALL, splits > 0));
         const bool few = first == 0 && (busy < 32 || count <= 32);
         const int warps = static_cast<int>(gridDim.x) << LOG_WARPS;
         int spare = 0;
@@ -117,7 +118,7 @@ struct Turns {
         while (number >= before + total) {
             before += total;
             first += 32;
-            if (total == 0 || first >= count) {
+            if (busy < 32 || first >= count) {
                 return false;
             }
             look();
