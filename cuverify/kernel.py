@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -307,6 +308,15 @@ class BoundLaunch:
     def __call__(self) -> None:
         """Launch; on a GPU on torch's current stream, without host sync or allocation."""
         self._go()
+
+    def in_order(self) -> BoundLaunch:
+        """Return the same launch behind the end of what is in front of it, ``@early`` or not.
+
+        What a kernel costs that lets others start early must not be measured by them.
+        """
+        contract = replace(self.launch.contract, early=False)
+        launch = replace(self.launch, contract=contract)
+        return BoundLaunch(launch, _lane(launch.device).prepare(launch))
 
     def __repr__(self) -> str:
         launch = self.launch

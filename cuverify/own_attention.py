@@ -147,6 +147,18 @@ class OwnAttention:
         whole.read_status()
         return cls(problem, layers, out, lse, whole, int(workspace.work[:, 5].max()))
 
+    def in_order(self) -> list[Callable[[], None]]:
+        """Return the layers as they are behind any kernel: none starts before it has ended."""
+
+        def after(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+            def both() -> None:
+                first()
+                second()
+
+            return both
+
+        return [after(layer.partials.in_order(), layer.combine) for layer in self.layers]
+
     def judge(self) -> str | None:
         """Return what is wrong, None if nothing is; see `judge_copies`."""
         return judge_copies(self.layers, self.out, self.lse, self.problem)

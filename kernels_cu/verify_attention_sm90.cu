@@ -1133,6 +1133,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
+    hopper::launch_dependents();  // they wait until this kernel has ended
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
         const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);

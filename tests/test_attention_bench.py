@@ -49,11 +49,12 @@ def test_a_shape_gives_floor_ours_plan_and_peers() -> None:
     assert told == [
         (bench.OP, READING, False),
         (bench.OP, None, False),
+        (bench.IN_ORDER, None, False),
         (bench.PLAN, None, False),
         (bench.OP, "torch, bf16 scores", False),
     ]
-    reading, ours, plan, theirs = rows
-    for row in (ours, theirs):
+    reading, ours, in_order, plan, theirs = rows
+    for row in (ours, in_order, theirs):
         assert row["shape"]["copies"] == 2
         assert row["read_us"] == reading["us"]
         assert row["floor_us"] == pytest.approx(1e6 * SMALL.bytes / 4e12)
@@ -78,16 +79,18 @@ def test_the_portable_text_is_timed_where_the_rule_takes_another(
     monkeypatch.setattr(OwnAttention, "variant", "other")
     rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
     assert asked == [None, "portable"]
-    assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.PORTABLE, bench.PLAN]
+    assert [row["op"] for row in rows] == [
+        bench.OP, bench.OP, bench.IN_ORDER, bench.PORTABLE, bench.PLAN
+    ]  # fmt: skip
     monkeypatch.setattr(OwnAttention, "variant", "portable")
     rows = list(bench._attention(SMALL, new_pool(100, "cpu"), CEILINGS, []))
-    assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.PLAN]
+    assert [row["op"] for row in rows] == [bench.OP, bench.OP, bench.IN_ORDER, bench.PLAN]
 
 
 def test_a_ragged_shape_leaves_out_who_cannot_do_it() -> None:
     peers = find(["torch, bf16*"])[0]
     rows = list(bench._attention(Shape((40, 9), 3), new_pool(60, "cpu"), CEILINGS, peers))
-    assert [row["peer"] for row in rows] == [READING, None, None]
+    assert [row["peer"] for row in rows] == [READING, None, None, None]
     assert rows[1]["alone_us"] is None, "one copy is alone already"
 
 
@@ -108,6 +111,16 @@ def test_a_peer_that_raises_is_a_record() -> None:
 @pytest.fixture
 def own() -> OwnAttention:
     return OwnAttention.of(Problem(Shape((40, 9), 3), new_pool(200, "cpu"), copies=3))
+
+
+def test_layers_in_order_are_the_same_layers(own: OwnAttention) -> None:
+    own.layers[0]()
+    bits = own.out.view(torch.int16).clone()
+    own.out.fill_(float("nan"))
+    steps = own.in_order()
+    assert len(steps) == len(own.layers)
+    steps[0]()
+    assert torch.equal(own.out.view(torch.int16), bits)
 
 
 def test_ours_is_right_in_every_copy_and_in_its_plan(own: OwnAttention) -> None:

@@ -66,6 +66,17 @@ def test_a_bound_launch_keeps_its_tensors_and_can_run_again() -> None:
     assert "grid=(1, 1, 1)" in repr(bound)
 
 
+def test_a_launch_in_order_is_the_same_but_for_its_start() -> None:
+    y = np.zeros(3, np.float32)
+    early = SAXPY.replace("// @param y ", "// @early\n// @param y ", 1)
+    bound = cuverify.load_kernel(early).bind(1, 32, y, np.ones(3, np.float32), None, 1.0, 3)
+    in_order = bound.in_order()
+    bound()
+    in_order()
+    assert y.tolist() == [4, 4, 4]
+    assert (bound.launch.contract.early, in_order.launch.contract.early) == (True, False)
+
+
 def test_bfloat16_as_torch_and_as_uint16() -> None:
     text = """
     #include <cuda_bf16.h>

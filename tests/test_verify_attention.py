@@ -16,10 +16,12 @@ import cuverify
 from cuverify.cases import Target
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.errors import ArgumentError
+from cuverify.launching import RESERVED_SHARED
 from cuverify.narrow import widen
 from cuverify.ops.verify_attention import (
     AttentionWorkspace,
     VerifyAttention,
+    fitting_values,
     verify_attention_kernels,
     verify_workspace,
 )
@@ -27,6 +29,7 @@ from cuverify.ops.verify_plan import VerifyPlan
 from cuverify.strategies import ELEMENTS, examples, verify_batches
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import VerifyBatch
+from cuverify.verify_variants import VARIANTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_steps import FINE, VerifyStep, batch_of, bf16, dense
@@ -567,15 +570,48 @@ def test_drawn_batches_on_a_gpu(batch: VerifyBatch, num_ctas: int) -> None:
     ids=["bf16", "fp16", "codes"],
 )
 def test_registers_and_shared_memory_fit_every_gpu(arch: str, values: dict[str, Any]) -> None:
-    for kernel in verify_attention_kernels(**values):
+    columns = {"LATENT": 512, "ROPE": 64}
+    room = max_shared_bytes(arch) + RESERVED_SHARED
+    fitting = fitting_values("portable", room, **columns)
+    for kernel in verify_attention_kernels(**{**columns, **fitting, **values}):
         resources = kernel.compile(arch).resources[kernel.name]
         assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), resources
         assert resources.stack_bytes == 0, resources
-        shared = kernel.contract.shared
-        dynamic = (
-            0 if shared is None else shared({"STAGES": 4, "LATENT": 512, "ROPE": 64, "tiles": 132})
-        )
+        dynamic = kernel.declared_shared()
+        assert dynamic is not None
         assert resources.static_shared_bytes + dynamic <= max_shared_bytes(arch)
+
+
+def test_values_go_with_the_shared_memory_there_is() -> None:
+    columns = {"LATENT": 512, "ROPE": 64}
+    roomy = VARIANTS["portable"].roomy
+    for arch, wanted in {"sm_80": {}, "sm_120": {}, "sm_90": roomy, "sm_100": roomy}.items():
+        room = max_shared_bytes(arch) + RESERVED_SHARED
+        assert fitting_values("portable", room, **columns) == wanted
+    assert fitting_values("portable", 99 << 10, LATENT=64, ROPE=16) == roomy  # smaller rows
+    assert fitting_values("sm90", 1 << 20, **columns) == {}
+
+
+# What the host lane runs on its own account is the text for the least shared memory.
+ROOMY = dict(VARIANTS["portable"].roomy)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        batch_of([150, 40], [17, 17], masks="any", spread=4.0),
+        batch_of([700], [1]),
+        batch_of([90, 1, 64], [3, 9, 70], draft_source="separate"),
+        batch_of([110], [17], latent=16, draft_source="separate", kv_scale=0.07, masks="any"),
+        batch_of([300, 33], [8, 5], kv_scale=0.5),
+        batch_of([100], [9], latent=512, rope=64),
+        batch_of([65], [9], latent=512, rope=64, kv_scale=0.07),
+    ],
+    ids=["pieces", "one node", "separate", "codes and numbers", "codes", "real", "real codes"],
+)
+def test_tiles_of_32_rows(batch: VerifyBatch) -> None:
+    with cuverify.checked(schedule="random", seed=2):
+        assert_right(batch, num_ctas=3, values=ROOMY)
 
 
 def test_scratch_grows_with_blocks_and_not_with_the_batch() -> None:

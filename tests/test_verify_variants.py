@@ -180,10 +180,8 @@ def merge_on_the_host_lane(**values: int) -> Kernel:
     first = text.index("// A place in the ring")
     second = text.index("namespace {\n\n// What a lane of verify_combine_sm90 has")
     text = f"{text[:first]}}}  // namespace\n\n{text[second:]}"
-    wait = "namespace hopper { inline void wait_for_dependency() {} }"
-    text = text.replace('#include "hopper.cuh"', wait).replace(
-        "// @arch sm_90a\n", ""
-    )
+    wait = "namespace hopper { inline void wait_for_dependency() {} inline void launch_dependents() {} }"
+    text = text.replace('#include "hopper.cuh"', wait).replace("// @arch sm_90a\n", "")
     return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu", **values)
 
 

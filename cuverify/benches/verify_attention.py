@@ -4,7 +4,9 @@ One layer of Kimi K2 on one of eight GPUs: 8 heads, bf16 rows of 576 elements, p
 scattered over a pool of a million rows; shapes may have other heads and element types, which our
 attention alone is measured on. `us` is what one layer costs among others: up to 16 copies
 over slots of their own in one replayed graph, with a cold L2 cache, divided by their number.
-`alone_us` is one layer in a graph of its own, the graph's start included.
+`alone_us` is one layer in a graph of its own, the graph's start included. Our layers let the kernel
+behind them start early, which a copy does and few other kernels do: `in order` is the time of
+layers that start when the one in front has ended.
 
 Two floors stand beside each time: the roofline of the same run (rows read once at the speed of a
 linear read, products at the speed of the tensor cores), and reading the same scattered rows alone.
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 AnyShape = TypeVar("AnyShape", bound=Shape)
 
 PORTABLE = "verify_attention, portable"
+IN_ORDER = "verify_attention, in order"
 OP, PLAN, CEILINGS = "verify_attention", "verify_attention, plan", "ceilings"
 
 
@@ -320,6 +323,8 @@ def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
     own = OwnAttention.of(problem)
     prepared = Prepared(own.layers, own.out, {"splits": own.splits})
     yield timed(None, prepared, own.judge)
+    in_order = Prepared(own.in_order(), own.out, {"splits": own.splits})
+    yield {**timed(None, in_order, own.judge), "op": IN_ORDER}
     if own.variant != "portable":
         other = OwnAttention.of(problem, variant="portable")
         prepared = Prepared(other.layers, other.out, {"splits": other.splits})

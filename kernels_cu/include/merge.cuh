@@ -1,9 +1,9 @@
 // How the blocks of a kernel that merges partials divide their work: row tiles have different numbers
 // of splits, which only the device knows, and the grid is fixed.
 //
-// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits: as many as there are
-// for all units at once, so that no block has a second turn while another one has none, but none for
-// fewer than LEAST splits. A block does as many units of one row tile in a turn as it has warps for.
+// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits, one for every LEAST of them
+// or, where there are not as many warps for all units at once, for every 2, 4, ... LEAST: so no block
+// has a second turn while another one has none, and the longest row tile gets most. A block does as many units of one row tile in a turn as it has warps for.
 // Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all of
 // it at once, and hands it on through registers. Nobody waits, and no load waits for another one but
 // for the rows' bounds, which are needed last.
@@ -96,12 +96,23 @@ struct Turns {
         busy = __popc(__ballot_sync(ALL, splits > 0));
         const bool few = first == 0 && (busy < 32 || count <= 32);
         const int warps = static_cast<int>(gridDim.x) << LOG_WARPS;
-        int spare = 0;
+        const int wanted = log_parts<LOG_WARPS>(splits, LEAST);
+        int more[LOG_WARPS + 1];  // warps a unit, all together, beyond those that want one less
 #pragma unroll
-        for (int k = 1; k <= LOG_WARPS; ++k) {
-            spare += few && (busy * UNITS) << k <= warps;
+        for (int e = 1; e <= LOG_WARPS; ++e) {
+            more[e] = __popc(__ballot_sync(ALL, wanted >= e)) << (e - 1);
         }
-        const int log_sharers = min(spare, log_parts<LOG_WARPS>(splits, LEAST));
+        int less = 0;  // what each has to do without
+#pragma unroll
+        for (int k = 0; k < LOG_WARPS; ++k) {
+            int sharers = busy;
+#pragma unroll
+            for (int e = 1; e + k <= LOG_WARPS; ++e) {
+                sharers += more[e + k] >> k;
+            }
+            less += sharers * UNITS > warps;
+        }
+        const int log_sharers = few ? max(wanted - less, 0) : 0;
         known = row_tile * 8 + log_sharers;
         const int log_at_once = LOG_WARPS - log_sharers;
         own_end = splits == 0 ? 0 : (UNITS + (1 << log_at_once) - 1) >> log_at_once;
