@@ -25,11 +25,10 @@
 //       1 where a row writes what another one reads, else 0
 //
 // Lists whose capacity is at most 32 rows take one launch, `relocate_few`, and up to 1,024 rows one
-// of `relocate_list`. Longer ones take
-// `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
-// `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
-// time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
-// nothing.
+// of `relocate_list`. Longer ones take `relocate_check` and `relocate_rows`, which moves a list that
+// does not overlap. For one that does, `relocate_index`, `relocate_order` and `relocate_phases`
+// follow, and then, for as many columns at a time as the scratch allows, `relocate_stage` and one
+// `relocate_phase` a phase; otherwise these do nothing.
 //
 // How a list that overlaps is ordered. A row that writes a slot must wait until that slot has been
 // read: rows hang together in chains, which may close. Some rows cut their chain: their source is
@@ -88,21 +87,17 @@
 #ifndef LIST_UNROLL
 #define LIST_UNROLL 3
 #endif
-// pairs (row, column) that a group has brought into L2 while a longer list is judged
+// bytes of its first row that a group has brought into L2 while a longer list is judged
 #ifndef LIST_PREFETCH
-#define LIST_PREFETCH 2
+#define LIST_PREFETCH 1152
 #endif
-// threads of the one block that checks
+// threads of a block that checks
 #ifndef CHECK_THREADS
-#define CHECK_THREADS 1024
+#define CHECK_THREADS 512
 #endif
-// list rows that a thread of the check has in flight
-#ifndef CHECK_UNROLL
-#define CHECK_UNROLL 4
-#endif
-// those of them that it loads before it knows how long the list is
-#ifndef CHECK_AHEAD
-#define CHECK_AHEAD 1
+// words of marks that are swept rather than taken back one by one, whatever the list
+#ifndef SWEPT_WORDS
+#define SWEPT_WORDS 32768
 #endif
 // threads of a block that moves rows
 #ifndef ROWS_THREADS
@@ -133,20 +128,21 @@ namespace {
 
 // Lanes that share one column of one row: their 16-byte pieces are a cache line.
 constexpr unsigned LANES = 8;
-constexpr unsigned WIDE = 16;  // bytes of a piece, where it is not 4
+constexpr unsigned WIDE = 16;            // bytes of a piece, where it is not 4
+constexpr unsigned GROUPS = 32 / LANES;  // of a warp
 constexpr unsigned NOBODY = 0xffffffffu;
+constexpr unsigned long long NO_SLOT = ~0ull;  // nor is any negative number one
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps, one block");
+static_assert(CHECK_THREADS % 32 == 0 && CHECK_THREADS <= 1024, "whole warps");
 static_assert(ROWS_THREADS % 32 == 0 && ROWS_THREADS <= 1024, "whole warps");
 static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
 static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
-static_assert(LIST_UNROLL >= 1 && LIST_PREFETCH >= 0, "at least one load in flight");
+static_assert(LIST_UNROLL >= 1, "at least one load in flight");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
-static_assert(CHECK_UNROLL >= 1 && UNROLL >= 1, "at least one load in flight");
-static_assert(CHECK_AHEAD >= 0 && CHECK_AHEAD <= CHECK_UNROLL, "a part of the first batch");
+static_assert(UNROLL >= 1, "at least one load in flight");
 
 constexpr int LEGAL = 0;
 constexpr int BAD_COUNT = 1;
@@ -168,140 +164,70 @@ struct MoveList {
     __device__ Move operator()(unsigned, unsigned row) const { return {src[row], dst[row]}; }
 };
 
-constexpr unsigned CHECK_STEP = CHECK_THREADS * CHECK_UNROLL;
+// What rows do with a slot.
+constexpr unsigned READ = 1;     // one that moves reads it
+constexpr unsigned WRITTEN = 2;  // one that moves writes it
+constexpr unsigned STAYS = 4;
 
-// One end, source or destination, of CHECK_UNROLL rows of one thread: `first`,
-// `first + CHECK_THREADS`, ... All loads are issued before the first of them is needed.
-struct Slots {
-    long long at[CHECK_UNROLL];
+// Four bits for each slot, in a buffer of the caller's: all zero before the launch and after it.
+struct Marks {
+    unsigned* words;
+    unsigned long long count;  // a multiple of 4
 
-    // Loads those of the rows BEGIN to END of the batch that are below `limit`.
-    template <int BEGIN, int END>
-    __device__ void load(const long long* list, unsigned first, unsigned limit) {
-#pragma unroll
-        for (int k = BEGIN; k < END; ++k) {
-            const unsigned row = first + k * CHECK_THREADS;
-            at[k] = row < limit ? list[row] : 0;
+    // Adds a mark, and returns those that the slot had. Of two rows that mark one slot the later one
+    // sees the other, whichever blocks they are in: nobody has to wait for all marks.
+    __device__ unsigned add(long long slot, unsigned mark) const {
+        const unsigned shift = 4 * static_cast<unsigned>(slot & 7);
+        return atomicOr(&words[slot >> 3], mark << shift) >> shift & 15;
+    }
+};
+
+struct Seen {
+    bool illegal;
+    bool overlaps;
+};
+
+// Marks the rows `first`, `first + step`, ... of a list. No row with a slot out of range marks
+// anything: what rows of the list conflict is only known of those in front of it.
+__device__ Seen mark(const MoveList& list, const Marks& marks, unsigned first, unsigned step,
+                     unsigned rows) {
+    Seen seen = {false, false};
+    for (unsigned row = first; row < rows; row += step) {
+        const long long from = list.src[row];
+        const long long to = list.dst[row];
+        if (!list.holds(from) || !list.holds(to)) {
+            seen.illegal = true;
+        } else if (from == to) {
+            seen.illegal |= (marks.add(to, STAYS) & WRITTEN) != 0;
+        } else {
+            const unsigned at_target = marks.add(to, WRITTEN);
+            const unsigned at_source = marks.add(from, READ);
+            seen.illegal |= (at_target & (WRITTEN | STAYS)) != 0;
+            seen.overlaps |= (at_target & READ) != 0 || (at_source & WRITTEN) != 0;
         }
     }
-};
-
-// The thread's first batch, which stays in registers. Of its first CHECK_AHEAD rows it may hold
-// what stands behind the list: whoever uses a row asks first whether it belongs to the list.
-struct Head {
-    Slots src;
-    Slots dst;
-
-    template <int BEGIN, int END>
-    __device__ void load(const MoveList& list, unsigned limit) {
-        src.load<BEGIN, END>(list.src, threadIdx.x, limit);
-        dst.load<BEGIN, END>(list.dst, threadIdx.x, limit);
-    }
-};
-
-__device__ Slots batch_of(const Slots& head, const long long* list, unsigned first, unsigned rows) {
-    Slots batch = head;
-    if (first >= CHECK_STEP) {
-        batch.load<0, CHECK_UNROLL>(list, first, rows);
-    }
-    return batch;
+    return seen;
 }
 
-__device__ unsigned bit_of(long long slot) { return 1u << (slot & 31); }
-
-// One bit a slot, in the block's shared memory. Cleared by sweeping it: that is over before the
-// first rows arrive.
-struct SharedMarks {
-    static constexpr bool OUTLIVES_LAUNCH = false;
-    unsigned* words;
-    unsigned count;  // a multiple of 4
-
-    __device__ void clear() const {
+// Takes all marks of the first `rows` rows back, by one block: by sweeping all words where they are
+// few, which costs no load, else by going through the rows.
+__device__ void clear(const MoveList& list, const Marks& marks, unsigned rows) {
+    if (marks.count <= SWEPT_WORDS + 8ull * rows) {
         const uint4 zeros = {0, 0, 0, 0};
-        for (unsigned word = 4 * threadIdx.x; word < count; word += 4 * CHECK_THREADS) {
-            store128(words + word, zeros);
+        for (unsigned long long word = 4 * threadIdx.x; word < marks.count;
+             word += 4 * CHECK_THREADS) {
+            store128(marks.words + word, zeros);
+        }
+        return;
+    }
+    for (unsigned row = threadIdx.x; row < rows; row += CHECK_THREADS) {
+        const long long from = list.src[row];
+        const long long to = list.dst[row];
+        if (list.holds(from) && list.holds(to)) {
+            atomicExch(&marks.words[from >> 3], 0u);
+            atomicExch(&marks.words[to >> 3], 0u);
         }
     }
-    __device__ void clear(const MoveList&, const Head&, unsigned) const { clear(); }
-};
-
-// One bit a slot, in a buffer of the caller's, all zero before the launch and after it. Cleared by
-// taking back what a list has marked.
-struct GlobalMarks {
-    static constexpr bool OUTLIVES_LAUNCH = true;
-    unsigned* words;
-
-    __device__ void clear() const {}
-    __device__ void clear(const MoveList& list, const Head& head, unsigned rows) const {
-        for (unsigned first = threadIdx.x; first < rows; first += CHECK_STEP) {
-            const Slots dst = batch_of(head.dst, list.dst, first, rows);
-#pragma unroll
-            for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-                if (first + k * CHECK_THREADS < rows && list.holds(dst.at[k])) {
-                    atomicAnd(&words[dst.at[k] >> 5], ~bit_of(dst.at[k]));
-                }
-            }
-        }
-    }
-};
-
-struct Verdict {
-    bool illegal;      // the block's
-    bool overlaps;     // the block's, of a legal list
-    unsigned outside;  // this thread's first row with a slot out of range, else `rows`
-};
-
-// Judges the first `rows` rows as a set. Every thread of the block calls it, the marks cleared. No
-// row with a slot out of range marks anything: what rows of the list conflict is only known of
-// those in front of it. What the atomics and the probes answer is looked at after the last of a
-// batch is on its way.
-template <class Marks>
-__device__ Verdict judge(const MoveList& list, const Head& head, unsigned rows,
-                         const Marks& marks) {
-    __syncthreads();
-    bool conflict = false;
-    unsigned outside = rows;
-    for (unsigned first = threadIdx.x; first < rows; first += CHECK_STEP) {
-        const Slots src = batch_of(head.src, list.src, first, rows);
-        const Slots dst = batch_of(head.dst, list.dst, first, rows);
-        unsigned before[CHECK_UNROLL];
-#pragma unroll
-        for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            const unsigned row = first + k * CHECK_THREADS;
-            const bool inside = list.holds(src.at[k]) && list.holds(dst.at[k]);
-            before[k] = 0;
-            if (row < rows && !inside) {
-                outside = row < outside ? row : outside;
-            } else if (row < rows && src.at[k] != dst.at[k]) {
-                before[k] = atomicOr(&marks.words[dst.at[k] >> 5], bit_of(dst.at[k]));
-            }
-        }
-#pragma unroll
-        for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            conflict |= (before[k] & bit_of(dst.at[k])) != 0;
-        }
-    }
-    __syncthreads();
-    // A marked source is another row's destination; where src == dst it is a second destination.
-    bool overlaps = false;
-    for (unsigned first = threadIdx.x; first < rows; first += CHECK_STEP) {
-        const Slots src = batch_of(head.src, list.src, first, rows);
-        const Slots dst = batch_of(head.dst, list.dst, first, rows);
-        unsigned found[CHECK_UNROLL];
-#pragma unroll
-        for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            const bool probed = first + k * CHECK_THREADS < rows && list.holds(src.at[k]);
-            found[k] = probed ? marks.words[src.at[k] >> 5] : 0;
-        }
-#pragma unroll
-        for (unsigned k = 0; k < CHECK_UNROLL; ++k) {
-            const bool marked = (found[k] & bit_of(src.at[k])) != 0;
-            conflict |= marked && src.at[k] == dst.at[k];
-            overlaps |= marked && src.at[k] != dst.at[k];
-        }
-    }
-    const bool overlapping = __syncthreads_or(overlaps) != 0;
-    return {__syncthreads_or(conflict || outside < rows) != 0, overlapping, outside};
 }
 
 __device__ void write_status(int* status, int code, int row, long long value) {
@@ -328,54 +254,57 @@ __device__ void report(const MoveList& list, unsigned row, int* status) {
     write_status(status, DUPLICATE_DESTINATION, row, dst);
 }
 
-// Judges the list and writes the verdict. `first_outside` is the block's.
-template <class Marks>
+// Blocks that have come to a vote, those that saw a fault, and those that saw an overlap.
+constexpr unsigned long long VOTE = 1;
+constexpr unsigned long long VOTE_ILLEGAL = 1ull << 21;
+constexpr unsigned long long VOTE_OVERLAPS = 1ull << 42;
+
+// Judges the list, by all blocks, and writes the verdict, by the last of them to vote.
 __device__ void check(const MoveList& list, const int* count, int capacity, const Marks& marks,
-                      unsigned* first_outside, int* status) {
-    // A short list is all latency: its rows travel together with its length, while marks are
-    // cleared.
+                      unsigned long long* votes, unsigned long long* outcome, int* status) {
     const int length = count[0];
-    Head head;
-    head.load<0, CHECK_AHEAD>(list, static_cast<unsigned>(capacity));
-    marks.clear();
+    const bool fits = length >= 0 && length <= capacity;
+    const unsigned rows = fits ? static_cast<unsigned>(length) : 0;
+    const Seen seen = mark(list, marks, blockIdx.x * CHECK_THREADS + threadIdx.x,
+                           gridDim.x * CHECK_THREADS, rows);
+    const bool illegal = __syncthreads_or(seen.illegal) != 0;
+    const bool overlaps = __syncthreads_or(seen.overlaps) != 0;
     if (threadIdx.x == 0) {
-        first_outside[0] = 0xffffffffu;
+        const unsigned long long vote =
+            VOTE + (illegal ? VOTE_ILLEGAL : 0) + (overlaps ? VOTE_OVERLAPS : 0);
+        __threadfence();  // the marks are there before the vote
+        outcome[0] = vote + atomicAdd(votes, vote);
+        __threadfence();  // and after it those of all who voted before
     }
-    if (length < 0 || length > capacity) {
+    __syncthreads();
+    const unsigned long long all = outcome[0];
+    if (all % VOTE_ILLEGAL != gridDim.x) {
+        return;
+    }
+    if (threadIdx.x == 0) {
+        votes[0] = 0;
+    }
+    clear(list, marks, rows);
+    if (!fits) {
         write_status(status, BAD_COUNT, -1, length);
         return;
     }
-    const unsigned rows = static_cast<unsigned>(length);
-    head.load<CHECK_AHEAD, CHECK_UNROLL>(list, rows);
-    // A batch is judged while the next one is not on its way: what is behind the first shall at
-    // least come from L2.
-    for (unsigned row = CHECK_STEP + 16 * threadIdx.x; row < rows; row += 16 * CHECK_THREADS) {
-        prefetch_l2(list.src + row);
-        prefetch_l2(list.dst + row);
-    }
-    const Verdict whole = judge(list, head, rows, marks);
-    if (Marks::OUTLIVES_LAUNCH || whole.illegal) {
-        marks.clear(list, head, rows);
-    }
-    if (!whole.illegal) {
-        write_status(status, LEGAL, -1, whole.overlaps);
+    if (all % VOTE_OVERLAPS < VOTE_ILLEGAL) {
+        write_status(status, LEGAL, -1, all >= VOTE_OVERLAPS);
         return;
     }
-
-    // A front that reaches no further than the first row with a slot out of range is all slots.
-    if (whole.outside < rows) {
-        atomicMin(&first_outside[0], whole.outside);
-    }
-    __syncthreads();
     // What has an illegal front is illegal, so bisection finds the shortest such front.
-    unsigned legal = 0;
-    unsigned illegal = first_outside[0] < rows ? first_outside[0] + 1 : rows;
-    while (illegal - legal > 1) {
-        const unsigned middle = legal + (illegal - legal) / 2;
-        (judge(list, head, middle, marks).illegal ? illegal : legal) = middle;
-        marks.clear(list, head, middle);
+    unsigned legal_rows = 0;
+    unsigned illegal_rows = rows;
+    while (illegal_rows - legal_rows > 1) {
+        const unsigned middle = legal_rows + (illegal_rows - legal_rows) / 2;
+        __syncthreads();
+        const Seen front = mark(list, marks, threadIdx.x, CHECK_THREADS, middle);
+        const bool fails = __syncthreads_or(front.illegal) != 0;
+        (fails ? illegal_rows : legal_rows) = middle;
+        clear(list, marks, middle);
     }
-    report(list, illegal - 1, status);
+    report(list, illegal_rows - 1, status);
 }
 
 __device__ unsigned log2_of(int power_of_two) { return 31 - __clz(power_of_two); }
@@ -388,6 +317,7 @@ struct Column {
     unsigned pieces;
     unsigned width;
 
+    Column() = default;
     __device__ Column(const unsigned long long* table, unsigned number) {
         const unsigned long long* words = table + 4ull * number;
         base = reinterpret_cast<char*>(words[0]);
@@ -454,37 +384,47 @@ struct Held {
             }
         }
     }
-    __device__ void load(const char* source, const Column& column) {
+    // What is behind the column's first pieces.
+    __device__ void load(const char* source, const Column& column, unsigned first) {
         if (is_wide(column)) {
-            load_as<WIDE, false>(source, column.pieces);
+            load_as<WIDE, false>(source, column.pieces - first);
         } else {
-            load_as<4, false>(source, column.pieces);
+            load_as<4, false>(source, column.pieces - first);
         }
     }
-    __device__ void store(char* destination, const Column& column) const {
+    __device__ void store(char* destination, const Column& column, unsigned first) const {
         if (is_wide(column)) {
-            store_as<WIDE, false>(destination, column.pieces);
+            store_as<WIDE, false>(destination, column.pieces - first);
         } else {
-            store_as<4, false>(destination, column.pieces);
-        }
-    }
-    // Between rows of which nobody else reads or writes any.
-    __device__ void move(const char* source, char* destination, const Column& column) {
-        if (is_wide(column) && column.pieces == LANES * PIECES) {
-            load_as<WIDE, true>(source, column.pieces);
-            store_as<WIDE, true>(destination, column.pieces);
-        } else {
-            load(source, column);
-            store(destination, column);
+            store_as<4, false>(destination, column.pieces - first);
         }
     }
 };
+
+// Moves a column of a row of which nobody else reads or writes anything: all of its pieces at once
+// where they are 8 * PIECES, else 8 * FEW at a time. Tests of which there are take registers.
+template <unsigned PIECES, unsigned FEW>
+__device__ void move_part(const char* source, char* destination, const Column& column) {
+    if (is_wide(column) && column.pieces == LANES * PIECES) {
+        Held<PIECES> held;
+        held.template load_as<WIDE, true>(source, column.pieces);
+        held.template store_as<WIDE, true>(destination, column.pieces);
+        return;
+    }
+    const unsigned width = is_wide(column) ? WIDE : 4;
+    for (unsigned first = 0; first < column.pieces; first += FEW * LANES) {
+        Held<FEW> held;
+        held.load(source + first * width, column, first);
+        held.store(destination + first * width, column, first);
+    }
+}
 
 // Brings a part of a row into L2, without waiting for it; the lanes of a group share its lines. What
 // others write there meanwhile is no matter: nothing is read.
 __device__ void prefetch_part(const char* source, const Column& column) {
     const unsigned bytes = column.pieces * column.width;
-    for (unsigned at = threadIdx.x % LANES * 128; at < bytes; at += LANES * 128) {
+    const unsigned end = bytes < LIST_PREFETCH ? bytes : LIST_PREFETCH;
+    for (unsigned at = threadIdx.x % LANES * 128; at < end; at += LANES * 128) {
         prefetch_l2(source + at);
     }
 }
@@ -518,51 +458,40 @@ struct Walk {
     }
 };
 
-// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
-// right.
-template <unsigned PIECES>
-__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
-                              const long long* src, const long long* dst, unsigned rows) {
-    for (; walk.row < rows; walk.step()) {
-        const long long from = src[walk.row];
-        const long long to = dst[walk.row];
-        if (from != to) {
-            const Column column(places, walk.column);
-            Held<PIECES> held;
-            held.move(column.at(from, page_bits), column.at(to, page_bits), column);
-        }
+// Moves a column of one row, unless it stays.
+template <unsigned PIECES, unsigned FEW>
+__device__ void move_row(const Column& column, unsigned page_bits, long long from, long long to) {
+    if (from != to) {
+        move_part<PIECES, FEW>(column.at(from, page_bits), column.at(to, page_bits), column);
     }
 }
 
-// A short list in shared memory, and a hash table of the rows that move, by destination.
-struct ShortList {
-    long long* from;
-    long long* to;
-    unsigned* bucket;  // NOBODY or a row
-    unsigned buckets;  // a power of two, at least twice the rows
+// The slots that a short list writes: a hash table in shared memory.
+struct Written {
+    unsigned long long* bucket;  // NO_SLOT or a slot
+    unsigned buckets;            // a power of two, at least twice the rows
 
-    __device__ unsigned first_bucket(long long slot) const {
+    __device__ unsigned first_bucket(unsigned long long slot) const {
         const unsigned low = static_cast<unsigned>(slot);
-        const unsigned high = static_cast<unsigned>(static_cast<unsigned long long>(slot) >> 32);
+        const unsigned high = static_cast<unsigned>(slot >> 32);
         return (((low ^ high) * 2654435769u) >> 7) & (buckets - 1);
     }
 
-    // Enters a row; says whether another row with the same destination is there.
-    __device__ bool enter(unsigned row) const {
-        for (unsigned at = first_bucket(to[row]);; at = (at + 1) & (buckets - 1)) {
-            const unsigned other = atomicCAS(&bucket[at], NOBODY, row);
-            if (other == NOBODY || to[other] == to[row]) {
-                return other != NOBODY;
+    // Enters a slot; says whether it is there.
+    __device__ bool enter(unsigned long long slot) const {
+        for (unsigned at = first_bucket(slot);; at = (at + 1) & (buckets - 1)) {
+            const unsigned long long other = atomicCAS(&bucket[at], NO_SLOT, slot);
+            if (other == NO_SLOT || other == slot) {
+                return other == slot;
             }
         }
     }
 
-    // Whether a row moves something into a slot.
-    __device__ bool is_written(long long slot) const {
+    __device__ bool holds(unsigned long long slot) const {
         for (unsigned at = first_bucket(slot);; at = (at + 1) & (buckets - 1)) {
-            const unsigned other = bucket[at];
-            if (other == NOBODY || to[other] == slot) {
-                return other != NOBODY;
+            const unsigned long long other = bucket[at];
+            if (other == NO_SLOT || other == slot) {
+                return other == slot;
             }
         }
     }
@@ -624,6 +553,42 @@ struct HeldColumn {
     }
 };
 
+// Deals the pairs (row, column) of a short list to warps, a pair for each group of lanes. The first
+// deal of a warp is its own, so that it can be looked up before the list is judged; the others go to
+// whoever has time: a multiprocessor gets up to twice as much of the memory's bandwidth as another.
+struct Deals {
+    static constexpr unsigned NONE = ~0u;
+    unsigned* tickets;
+    unsigned drawn;  // deals that need a ticket
+
+    __device__ Deals(unsigned* tickets, unsigned pairs) : tickets(tickets) {
+        const unsigned count = (pairs + GROUPS - 1) / GROUPS;
+        drawn = count > warps() ? count - warps() : 0;
+    }
+
+    __device__ static unsigned warps() { return gridDim.x * (LIST_THREADS / 32); }
+    __device__ static unsigned own() { return (blockIdx.x * LIST_THREADS + threadIdx.x) / 32; }
+    __device__ static unsigned pair_of(unsigned deal) {
+        return deal * GROUPS + threadIdx.x % 32 / LANES;
+    }
+    // A ticket, which lane 0 knows; nobody waits for it here.
+    __device__ unsigned draw() const {
+        return drawn != 0 && threadIdx.x % 32 == 0 ? atomicAdd(tickets, 1u) : 0;
+    }
+    // The deal of a ticket. Every warp draws until there is NONE, and no more: who has the last ticket
+    // of all was the last to draw, and puts them back.
+    __device__ unsigned deal_of(unsigned ticket) const {
+        if (drawn == 0) {
+            return NONE;
+        }
+        if (threadIdx.x % 32 == 0 && ticket == drawn + warps() - 1) {
+            atomicExch(tickets, 0u);
+        }
+        ticket = __shfl_sync(ALL_LANES, ticket, 0);
+        return ticket < drawn ? warps() + ticket : NONE;
+    }
+};
+
 // The rows of a thread's pieces, in registers: loaded together with everything else.
 template <unsigned PIECES>
 struct OwnMoves {
@@ -633,14 +598,13 @@ struct OwnMoves {
 };
 
 // Names the first row of a short list that is illegal together with those in front of it.
-__device__ void report_short(const ShortList& list, const MoveList& slots, unsigned rows,
-                             unsigned* first, int* status) {
+__device__ void report_short(const MoveList& list, unsigned rows, unsigned* first, int* status) {
     for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-        const long long from = list.from[row];
-        const long long to = list.to[row];
-        bool illegal = !slots.holds(from) || !slots.holds(to);
+        const long long from = list.src[row];
+        const long long to = list.dst[row];
+        bool illegal = !list.holds(from) || !list.holds(to);
         for (unsigned other = 0; other < row && !illegal; ++other) {
-            illegal = list.to[other] == to && (from != to || list.from[other] != to);
+            illegal = list.dst[other] == to && (from != to || list.src[other] != to);
         }
         if (illegal) {
             atomicMin(&first[0], row);
@@ -649,7 +613,7 @@ __device__ void report_short(const ShortList& list, const MoveList& slots, unsig
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        report(slots, first[0], status);
+        report(list, first[0], status);
     }
 }
 
@@ -702,6 +666,13 @@ struct Index {
         return true;
     }
 };
+
+// Pieces that a lane of a group holds of columns of another size than 8 * UNROLL pieces.
+constexpr unsigned ROWS_FEW = (UNROLL + 1) / 2;
+// Likewise of those of a short list.
+constexpr unsigned LIST_FEW = LIST_UNROLL < 2 ? LIST_UNROLL : 2;
+// Rows of a short list that a thread loads before it knows how long the list is.
+constexpr unsigned OWN_ROWS = LIST_THREADS < 1024 && LIST_THREADS >= 512 ? 2 : 1;
 
 // What a row is in the order.
 constexpr int FOLLOWS = 0;  // the row that writes its source waits for it; or it stays
@@ -834,13 +805,14 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
-// shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
-// block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
-// a column of all rows before it writes any of it, and loads the first while it judges. So is a
-// longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=
-// LIST_THREADS * LIST_PIECES; columns and places cover the same bytes, those of `columns` in at most
-// column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL. The first slots of the dead
-// tail may be loaded, as numbers.
+// shared memory: the list, and a hash table of the slots that it writes. All come to one verdict, so
+// that no block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block
+// reads a column of all rows before it writes any of it, and loads the first while it judges. So is a
+// longer list that overlaps; one that does not is moved row by row, by whichever warp has time.
+// capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places cover the same bytes,
+// those of `columns` in at most column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL;
+// capacity * num_places < 2^31. `tickets` belongs to the caller. The first slots of the dead tail may
+// be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
@@ -855,23 +827,24 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // @param capacity       value   int32                       length of both lists, at most 1,024
 // @param num_slots      value   int64                       slots of every pool
 // @param buckets        value   int32                       a power of two, at least 2 * capacity
+// @param tickets        update  uint32 [1]                  zero before the launch and after it
 // @param status         write   int32  [4]                  code, row, slot low word, high word
 // @reach columns        update                              the pools
 // @reach places         update                              the pools
 // @block LIST_THREADS
-// @shared 16 + 16 * (capacity + capacity % 2) + 4 * buckets
+// @shared 16 + 16 * (capacity + capacity % 2) + 8 * buckets
 extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     relocate_list(const unsigned long long* __restrict__ columns, int num_columns,
                   int column_pieces, const unsigned long long* __restrict__ places, int num_places,
                   int page_slots, const long long* __restrict__ src,
                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                  long long num_slots, int buckets, int* status) {
+                  long long num_slots, int buckets, unsigned* tickets, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
     CARVE(cursor, long long, from, capacity);
     CARVE(cursor, long long, to, capacity);
-    CARVE(cursor, unsigned, bucket, buckets);
-    const ShortList list = {from, to, bucket, static_cast<unsigned>(buckets)};
+    CARVE(cursor, unsigned long long, bucket, buckets);
+    const Written written = {bucket, static_cast<unsigned>(buckets)};
     const MoveList given = {src, dst, num_slots};
     const MoveList slots = {from, to, num_slots};
     const unsigned page_bits = log2_of(page_slots);
@@ -882,16 +855,30 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
 
     // Everything that does not depend on another load travels at once: a short list is all latency.
     const int length = count[0];
-    for (unsigned row = threadIdx.x; row < static_cast<unsigned>(capacity); row += LIST_THREADS) {
-        from[row] = src[row];
-        to[row] = dst[row];
+    const unsigned room = static_cast<unsigned>(capacity);
+    const bool by_column = capacity <= LIST_AHEAD;
+    Move own[OWN_ROWS];
+#pragma unroll
+    for (unsigned k = 0; k < OWN_ROWS; ++k) {
+        const unsigned row = k * LIST_THREADS + threadIdx.x;
+        own[k] = row < room ? given(k, row) : Move{0, 0};
     }
-    for (unsigned at = threadIdx.x; at < list.buckets; at += LIST_THREADS) {
-        bucket[at] = NOBODY;
+    // The first pair that this group moves; its row may stand behind the list.
+    const unsigned width = static_cast<unsigned>(num_places);
+    const unsigned ahead_row = Deals::pair_of(Deals::own()) / width;
+    Column ahead;
+    long long ahead_from = -1;
+    if (!by_column) {
+        ahead = Column(places, Deals::pair_of(Deals::own()) % width);
+        ahead_from = ahead_row < room ? src[ahead_row] : -1;
+    }
+    for (unsigned at = threadIdx.x; at < written.buckets; at += LIST_THREADS) {
+        bucket[at] = NO_SLOT;
     }
     if (threadIdx.x == 0) {
         first[0] = NOBODY;
     }
+    __syncthreads();  // while the list is on its way
     if (length < 0 || length > capacity) {
         if (blockIdx.x == 0) {
             write_status(status, BAD_COUNT, -1, length);
@@ -899,44 +886,46 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         return;
     }
     const unsigned rows = static_cast<unsigned>(length);
-    const bool by_column = capacity <= LIST_AHEAD;
-    const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
     HeldColumn<LIST_PIECES, LIST_THREADS> held;
     if (by_column && number < end) {
         held.load(given, num_slots, column, rows, width_bits, page_bits);
     }
-    if (!by_column) {
-        // Not into registers: who judges sooner may write what is read here, if the rows overlap.
-        Walk ahead = walk;
-        for (int pair = 0; pair < LIST_PREFETCH && ahead.row < rows; ++pair, ahead.step()) {
-            const long long slot = src[ahead.row];
-            if (given.holds(slot)) {
-                const Column part(places, ahead.column);
-                prefetch_part(part.at(slot, page_bits), part);
-            }
-        }
+    // Not into registers: who judges sooner may write what is read here, if the rows overlap.
+    if (!by_column && ahead_row < rows && given.holds(ahead_from)) {
+        prefetch_part(ahead.at(ahead_from, page_bits), ahead);
     }
-    __syncthreads();
 
     bool illegal = false;
-    for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-        if (!slots.holds(from[row]) || !slots.holds(to[row])) {
+    const auto take = [&](unsigned row, const Move& move) {
+        from[row] = move.from;
+        to[row] = move.to;
+        if (!given.holds(move.from) || !given.holds(move.to)) {
             illegal = true;
-        } else if (from[row] != to[row]) {
-            illegal |= list.enter(row);
+        } else if (move.from != move.to) {
+            illegal |= written.enter(move.to);
         }
+    };
+#pragma unroll
+    for (unsigned k = 0; k < OWN_ROWS; ++k) {
+        const unsigned row = k * LIST_THREADS + threadIdx.x;
+        if (row < rows) {
+            take(row, own[k]);
+        }
+    }
+    for (unsigned row = OWN_ROWS * LIST_THREADS + threadIdx.x; row < rows; row += LIST_THREADS) {
+        take(row, given(0, row));
     }
     __syncthreads();
     bool overlaps = false;
     for (unsigned row = threadIdx.x; row < rows; row += LIST_THREADS) {
-        if (list.is_written(from[row])) {
+        if (written.holds(from[row])) {
             illegal |= from[row] == to[row];
             overlaps |= from[row] != to[row];
         }
     }
     if (__syncthreads_or(illegal) != 0) {
         if (blockIdx.x == 0) {
-            report_short(list, given, rows, first, status);
+            report_short(given, rows, first, status);
         }
         return;
     }
@@ -945,7 +934,17 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         overlaps = __syncthreads_or(overlaps) != 0;
     }
     if (!by_column && !overlaps) {
-        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
+        const Deals deals(tickets, rows * width);
+        unsigned deal = deals.own();
+        do {
+            const unsigned ticket = deals.draw();
+            const unsigned row = deals.pair_of(deal) / width;
+            if (row < rows) {
+                const Column column(places, deals.pair_of(deal) % width);
+                move_row<LIST_UNROLL, LIST_FEW>(column, page_bits, from[row], to[row]);
+            }
+            deal = deals.deal_of(ticket);
+        } while (deal != Deals::NONE);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;
@@ -976,14 +975,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
 
 // Judges one long list and writes `status`. Must run, on one stream, before the kernels below.
 //
-// Launch: one block of CHECK_THREADS threads, whatever the list's length. The marks, one bit a slot,
-// are in dynamic shared memory where `bitmap` is None: 16 bytes for every 128 slots, and 16 more.
-// Where a block cannot have as much, they are in `bitmap` and 16 bytes are enough; the bitmap
-// belongs to the caller, is all zero before the launch and is left all zero also when the list is
-// illegal, so that a captured step needs no memset. Two passes over the list where it is legal, of
-// which the second reads sources only; a third one takes back what is marked in `bitmap`. A fault
-// costs about log2(count) times as much. Lists and count are read only; the first slots of the dead
-// tail may be loaded, as numbers.
+// Launch: any number of blocks of CHECK_THREADS threads, below 2^21. Every row leaves marks at its
+// slots, four bits a slot, and sees those that were there; blocks vote, and the last to do so writes
+// the verdict and takes the marks back. `marks` and `votes` belong to the caller, are all zero before
+// the launch and are left all zero also when the list is illegal, so that a captured step needs no
+// memset. One pass over the list where it is legal; a fault costs about log2(count) more, by one
+// block. Lists and count are read only.
 //
 // @kernel relocate_check
 // @param src        read    int64  [capacity]                 source slots; a dead tail follows
@@ -991,26 +988,19 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
 // @param count      read    int32  [1]                        rows of the list
 // @param capacity   value   int32                             length of both lists
 // @param num_slots  value   int64                             slots of every pool
-// @param bitmap?    update  uint32 [ceil_div(num_slots, 32)]   zero again after; None: shared memory
+// @param marks      update  uint32 [4 * ceil_div(num_slots, 32)] align=16   zero again after
+// @param votes      update  uint64 [1]                        likewise
 // @param status     write   int32  [4]                        code, row, slot low word, high word
 // @block CHECK_THREADS
-// @shared 16 + 16 * ceil_div(num_slots, 128)
 // @early
 extern "C" __global__ void __launch_bounds__(CHECK_THREADS)
     relocate_check(const long long* src, const long long* dst, const int* count, int capacity,
-                   long long num_slots, unsigned int* bitmap, int* status) {
-    DYNAMIC_SHARED(cursor);
-    CARVE(cursor, unsigned, first_outside, 1);
+                   long long num_slots, unsigned* marks, unsigned long long* votes, int* status) {
+    SHARED_ARRAY(unsigned long long, outcome, [1]);
     early::launch_dependents();
     early::wait_for_dependency();
-    const MoveList list = {src, dst, num_slots};
-    if (bitmap != nullptr) {
-        check(list, count, capacity, GlobalMarks{bitmap}, first_outside, status);
-    } else {
-        const unsigned words = static_cast<unsigned>((num_slots + 127) / 128) * 4;
-        CARVE(cursor, unsigned, marks, words);
-        check(list, count, capacity, SharedMarks{marks, words}, first_outside, status);
-    }
+    const unsigned long long words = 4 * ((static_cast<unsigned long long>(num_slots) + 31) / 32);
+    check({src, dst, num_slots}, count, capacity, {marks, words}, votes, outcome, status);
 }
 
 // Enters every row of a list that overlaps in two tables by slot: who writes it, who reads it.
@@ -1192,9 +1182,9 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
          walk.step()) {
         const Column column(places, part.first + walk.column);
-        Held<UNROLL> held;
-        held.move(column.at(src[staged[walk.row]], log2_of(page_slots)),
-                  reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
+        move_part<UNROLL, ROWS_FEW>(
+            column.at(src[staged[walk.row]], log2_of(page_slots)),
+            reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
     }
 }
 
@@ -1247,8 +1237,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
         const char* source =
             place < 0 ? column.at(src[row], page_bits)
                       : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
-        Held<UNROLL> held;
-        held.move(source, column.at(dst[row], page_bits), column);
+        move_part<UNROLL, ROWS_FEW>(source, column.at(dst[row], page_bits), column);
     }
 }
 
@@ -1281,7 +1270,10 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
-    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
-                          static_cast<unsigned>(length));
+    const unsigned page_bits = log2_of(page_slots);
+    for (Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+         walk.row < static_cast<unsigned>(length); walk.step()) {
+        move_row<UNROLL, ROWS_FEW>(Column(places, walk.column), page_bits, src[walk.row],
+                                   dst[walk.row]);
+    }
 }

@@ -307,6 +307,23 @@ def test_copies_are_timed_as_one_of_them() -> None:
 
 
 @pytest.mark.gpu
+def test_memory_that_a_capture_gives_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    waited: list[float] = []
+    monkeypatch.setattr(bench.time, "sleep", waited.append)
+    x = torch.ones(1 << 20, device="cuda")
+    bench.time_graph(lambda: x.add_(1.0), 3)
+    del waited[:]
+    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del large
+    bench.time_graph(lambda: x.add_(1.0), 3)
+    bench.time_graph(lambda: x.add_(1.0), 3)
+    assert len(waited) == 2
+    assert waited[0] > 0.004 and waited[1] < 0.001
+
+
+@pytest.mark.gpu
 def test_a_floor_is_bytes_over_the_copy_bandwidth() -> None:
     assert bench.copy_bandwidth() > 0
     assert bench.copy_floor_us(10**9) == pytest.approx(1e15 / bench.copy_bandwidth())

@@ -19,7 +19,6 @@ from cuverify.benches.relocate import move_list
 from cuverify.buffers import read
 from cuverify.cases import Target
 from cuverify.cases.relocate import CASE, RelocateStep
-from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, CaseError, CheckerError, LaunchError
 from cuverify.ops.relocate import (
     LONGER_LISTS,
@@ -50,6 +49,7 @@ ONE_LAUNCH: dict[str, Any] = {"values": {"FEW_ROWS": 0}}  # short lists, column 
 BY_ROWS: dict[str, Any] = {  # short lists as those of more than 128 rows are moved, in small blocks
     "values": {
         "FEW_ROWS": 0, "LIST_AHEAD": 0, "LIST_THREADS": 64, "LIST_RESIDENT": 1, "LIST_PIECES": 16,
+        "LIST_UNROLL": 3,
     }
 }  # fmt: skip
 LONG: dict[str, Any] = {"list_rows": 0}  # the way of long lists, for lists of any length
@@ -393,16 +393,14 @@ def test_pools_of_all_kinds_and_page_sizes(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_dead_tail_is_loaded_and_not_used(ahead: int, schedule: Schedule) -> None:
+def test_a_dead_tail_is_loaded_and_not_used(schedule: Schedule) -> None:
     batch = moves((1, 2), (3, 4), (5, 6), num_slots=200)
     ends = np.array([(1, 2), (3, -9), (2, 1), (10**12, 4)] * 40).T
     src, dst = (np.concatenate([a, b]) for a, b in ((batch.src, ends[0]), (batch.dst, ends[1])))
-    values = {"CHECK_THREADS": 32, "CHECK_UNROLL": 2, "CHECK_AHEAD": ahead}
     for count in (0, 1, 3, 4, 5):
-        with cuverify.checked(schedule=schedule):
-            assert_right(RelocationBatch(200, src, dst, count), values=values, **LONG)
-            assert_right(RelocationBatch(200, src, dst, count))
+        for way in (LONG, BY_ROWS, FEW):
+            with cuverify.checked(schedule=schedule):
+                assert_right(RelocationBatch(200, src, dst, count), **way)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -569,9 +567,10 @@ def test_golden_paths(xp: Target) -> None:
 def test_verdict_does_not_depend_on_the_number_of_threads() -> None:
     batches = drawn(faulty_relocation_batches(max_slots=300, max_faults=5), 20, seed=1)
     for batch in batches:
-        small = {"CHECK_THREADS": 32, "CHECK_UNROLL": 1, "LIST_THREADS": 64, "LIST_PIECES": 16}
+        small = {"CHECK_THREADS": 32, "LIST_THREADS": 64, "LIST_PIECES": 16}
         for values in (small, {}):
-            assert_right(batch, values=values, **LONG)
+            for num_ctas in (1, 5):
+                assert_right(batch, values=values, num_ctas=num_ctas, **LONG)
             assert_right(batch, values=values)
 
 
@@ -606,43 +605,71 @@ def without_barrier(number: int) -> str:
     return TEXT[: found.start()] + alone + TEXT[found.end() :]
 
 
-@pytest.mark.parametrize("number", CHECKING)
-@pytest.mark.parametrize("in_global_memory", [False, True])
-def test_no_barrier_of_the_check_is_superfluous(number: int, in_global_memory: bool) -> None:
-    """Without any one barrier a checker objects, or a verdict is wrong, on some short list."""
-    source = KernelSource.from_text(
-        without_barrier(number), name="mutant.cu", values={"CHECK_THREADS": 64}
-    )
+CHECK_MUTANTS = {
+    **{f"barrier {number}": without_barrier(number) for number in CHECKING},
+    **{
+        name: TEXT.replace(right, wrong)
+        for name, (right, wrong) in {
+            "votes before marks": ("__threadfence();  // the marks", "// the marks"),
+            "marks before the vote": ("__threadfence();  // and", "// and"),
+            "the first block decides": ("!= gridDim.x) {", "!= 1) {"),
+            "votes stay": ("votes[0] = 0;", ""),
+            "marks stay": ("clear(list, marks, rows);", ""),
+            "marks of a front stay": ("clear(list, marks, middle);", ""),
+            "a slot may be written twice": ("(WRITTEN | STAYS)) != 0", "STAYS) != 0"),
+            "a slot that stays may be written": ("(WRITTEN | STAYS)) != 0", "WRITTEN) != 0"),
+            "a slot that is written may stay": ("(marks.add(to, STAYS) & WRITTEN) != 0", "(marks.add(to, STAYS) & 0) != 0"),
+            "readers are not seen": ("(at_target & READ) != 0 ||", ""),
+            "writers are not seen": ("|| (at_source & WRITTEN) != 0", ""),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("swept_words", [0, 1 << 20])
+@pytest.mark.parametrize("name", CHECK_MUTANTS)
+def test_nothing_of_the_check_is_superfluous(name: str, swept_words: int) -> None:
+    """Without any one thing a checker objects, or a verdict is wrong, on some short list."""
+    text = CHECK_MUTANTS[name]
+    assert text != TEXT
+    values = {"CHECK_THREADS": 64, "SWEPT_WORDS": swept_words}
+    source = KernelSource.from_text(text, name="mutant.cu", values=values)
     kernel = cuverify.Kernel(source, "relocate_check")
-    # Conflicts and faults of rows that different warps hold.
+    # Conflicts and faults of rows that different warps and blocks hold.
     rows = [(row, 200 + row) for row in range(100)]
     lists = [
         rows,
         [*rows[:80], (150, 205), *rows[81:]],
         [*rows[:80], (205, 180), *rows[81:]],
+        [*rows[:5], (150, 285), *rows[6:85], (285, 181), *rows[86:]],
+        [*rows[:80], (205, 205), *rows[81:]],
+        [(285, 285), *rows],
         [*rows[:70], (150, 205), (400, 1), *rows[72:]],
+        [*rows[:70], (400, 1), (150, 205), *rows[72:]],
     ]
     assert any(
-        fails_under_the_checkers(kernel, moves(*rows, num_slots=400), schedule, in_global_memory)
+        fails_under_the_checkers(kernel, moves(*rows, num_slots=num_slots), schedule, blocks)
         for rows in lists
         for schedule in SCHEDULES
+        for blocks in (1, 2)
+        for num_slots in (400, 40_000)  # swept, and taken back row by row
     )
 
 
 def fails_under_the_checkers(
-    kernel: cuverify.Kernel, batch: RelocationBatch, schedule: Any, in_global_memory: bool
+    kernel: cuverify.Kernel, batch: RelocationBatch, schedule: Any, blocks: int
 ) -> bool:
-    bitmap = np.zeros(13, np.uint32) if in_global_memory else None
+    marks = np.zeros(4 * -(-batch.num_slots // 32), np.uint32)
     status, count = np.zeros(4, np.int32), np.array([batch.count], np.int32)
-    arguments = (batch.src, batch.dst, count, batch.capacity, batch.num_slots, bitmap, status)
+    votes = np.zeros(1, np.uint64)
+    lists = batch.src, batch.dst, count, batch.capacity, batch.num_slots
     try:
         with cuverify.checked(schedule=schedule):
-            kernel(1, 64, *arguments, shared=16 if in_global_memory else None)
+            kernel(blocks, 64, *lists, marks, votes, status)
     except CheckerError:
         return True
     expected = oracle.judge(batch.src, batch.dst, batch.count, batch.num_slots)
-    dirty = bitmap is not None and bool(bitmap.any())
-    return dirty or status.tolist() != expected.tolist()
+    return marks.any() or votes.any() or status.tolist() != expected.tolist()
 
 
 @pytest.mark.parametrize("number", LISTING)
@@ -674,6 +701,42 @@ def test_no_barrier_of_a_short_list_is_superfluous(
         except CheckerError:
             return True
 
+    assert any(fails(rows, schedule) for rows in lists for schedule in SCHEDULES)
+
+
+LIST_MUTANTS = {
+    "tickets are kept": ("atomicExch(tickets, 0u);", ";"),
+    "tickets are put back too soon": ("ticket == drawn + warps() - 1", "ticket == drawn"),
+    "a deal is left out": ("warps() + ticket : NONE", "warps() + ticket + 1 : NONE"),
+    "the last deal is left out": ("ticket < drawn ?", "ticket + 1 < drawn ?"),
+    "the first deals are left out": ("unsigned deal = deals.own();", "unsigned deal = deals.own() + deals.warps();"),
+    "no row is behind the list": ("if (row < rows) {\n                const", "if (row < room) {\n                const"),
+    "some slots may be written twice": ("return other == slot;\n            }\n        }\n    }\n\n    __device__ bool holds", "return false;\n            }\n        }\n    }\n\n    __device__ bool holds"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIST_MUTANTS)
+def test_nothing_of_a_list_moved_by_rows_is_superfluous(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong = LIST_MUTANTS[name]
+    assert TEXT.count(right) == 1
+    values = BY_ROWS["values"]
+    mutant = KernelSource.from_text(TEXT.replace(right, wrong), name="mutant.cu", values=values)
+    kernel = cuverify.Kernel(mutant, "relocate_list")
+    monkeypatch.setitem(relocate_kernels(**values), "relocate_list", kernel)
+    rows = [(row, 200 + row) for row in range(61)]  # 305 pairs, 4 at a time
+
+    def fails(rows: Any, schedule: Any) -> bool:
+        shape: dict[str, Any] = {"num_slots": 400, "layers": 5, "row_bytes": 32, "row_stride": 32}
+        try:
+            with cuverify.checked(schedule=schedule):
+                batch = moves(*rows, **shape).padded(70)
+                return bool(wrong_in(RelocateStep(batch, "numpy", values=values)))
+        except CheckerError:
+            return True
+
+    lists = [rows, [*rows[:50], (300, 205), *rows[51:]]]
     assert any(fails(rows, schedule) for rows in lists for schedule in SCHEDULES)
 
 
@@ -767,27 +830,18 @@ def huge_pools() -> list[Any]:
     return [np.zeros((HUGE, 16), np.uint8)]
 
 
-def test_a_huge_pool_needs_a_bitmap_and_a_plan_brings_it() -> None:
+def test_a_long_list_needs_marks_and_a_short_one_none() -> None:
     pools = huge_pools()
     lists = np.array([7, 8]), np.array([HUGE - 1, 7]), np.array([2], np.int32)
     pools[0][7] = 5
     plan = RelocatePlan(pools, *lists, list_rows=0)
-    assert plan.workspace.bitmap.shape == (HUGE // 32,)
+    assert plan.workspace.marks.shape == (HUGE // 8,) and plan.workspace.votes.shape == (1,)
     plan()
     assert plan.read_status().code == RelocateCode.LEGAL
     assert (pools[0][HUGE - 1] == 5).all()
-    assert not plan.workspace.bitmap.any()
-    without = RelocateWorkspace.allocate(pools, 2, bitmap=False, list_rows=0)
-    with pytest.raises(ArgumentError, match=r"workspace.bitmap=None: 2000000 slots.*\[62500\]"):
-        RelocatePlan(pools, *lists, workspace=without, list_rows=0)
-
-
-def test_most_pools_need_no_bitmap_and_short_lists_never() -> None:
-    pools = [np.zeros((40, 64), np.uint8)]
-    lists = np.array([7]), np.array([9]), np.array([1], np.int32)
-    assert RelocatePlan(pools, *lists, list_rows=0).workspace.bitmap is None
-    assert RelocateWorkspace.allocate(pools, 1, bitmap=True, list_rows=0).bitmap.shape == (2,)
-    assert RelocatePlan(huge_pools(), *lists).workspace.bitmap is None
+    assert not plan.workspace.marks.any() and not plan.workspace.votes.any()
+    short = RelocatePlan(huge_pools(), *lists).workspace
+    assert short.marks is None and short.votes is None
 
 
 def good_arguments(**changes: Any) -> dict[str, Any]:
@@ -889,7 +943,11 @@ MISUSE = {
     "count too wide": ({"count": np.zeros(1, np.int64)}, "count.*int64.*int32"),
     "count by value": ({"count": 3}, "count=3"),
     "two counts": ({"count": np.zeros(2, np.int32)}, "count"),
-    "bitmap too short": ({"bitmap": np.zeros(1, np.uint32)}, r"workspace.bitmap.*\[2\]"),
+    "marks too short": ({"marks": np.zeros(5, np.uint32)}, r"workspace.marks.*\[8\]"),
+    "marks unaligned": (
+        {"marks": np.zeros(12, np.uint32)[1:9]}, r"marks.*off",
+    ),
+    "no votes": ({"votes": None}, r"workspace.votes=None.*\[1\]"),
     "status too short": ({"status": np.zeros(2, np.int32)}, r"workspace.status.*\[4\]"),
     "table too long": ({"places": np.zeros((4, 4), np.uint64)}, r"workspace.places.*\[3, 4\]"),
     "table of 32 bits": ({"places": np.zeros((3, 4), np.uint32)}, "places.*uint32"),
@@ -991,7 +1049,7 @@ def test_workspace_of_a_short_list_is_tables() -> None:
     sizes = relocate_workspace(pools, 1024)
     # 72 pieces a row, in columns of 4, since 1,024 threads hold 4 each
     assert {name: buffer.shape for name, buffer in sizes.items()} == {
-        "status": (4,), "places": (183, 4), "columns": (61 * 18, 4),
+        "status": (4,), "places": (61, 4), "columns": (61 * 18, 4), "tickets": (1,),
     }  # fmt: skip
     few = relocate_workspace(pools, 8)
     assert few.keys() == {"status", "columns"} and few["columns"].shape == (61 * 9, 4)
@@ -1048,20 +1106,6 @@ def test_without_scratch_a_long_list_that_overlaps_is_not_moved() -> None:
     np.testing.assert_array_equal(pool[[2, 3]], before[[1, 2]])
 
 
-def test_marks_fit_into_shared_memory_up_to_a_number_of_slots() -> None:
-    most = {"sm_120": 810_000, "sm_80": 1_335_000, "sm_90": 1_859_000}
-    for arch, slots in most.items():
-        shared = max_shared_bytes(arch)
-        for more, needed in ((0, False), (2000, True)):
-            pools = [np.zeros((slots + more, 4), np.uint8)]
-            sizes = relocate_workspace(pools, 1, shared_bytes=shared, list_rows=0)
-            assert ("bitmap" in sizes) == needed, arch
-    assert (
-        relocate_workspace([np.zeros((HUGE, 4), np.uint8)], 1, list_rows=0)["bitmap"].bytes
-        == 250_000
-    )
-
-
 JUDGED = ["check", "rows", "index", "order", "phases"]
 
 
@@ -1079,7 +1123,7 @@ def test_a_plan_launches_kernels_that_reach_its_pools() -> None:
             step.plan()
         assert [record.kernel for record in records] == [f"relocate_{name}" for name in names]
         for record in records:
-            assert record.grid == ((1, 1, 1) if record.kernel == "relocate_check" else (2, 1, 1))
+            assert record.grid == (2, 1, 1)
             if record.kernel.rpartition("_")[2] in ("few", "list", "rows", "stage", "phase"):
                 owners = [id(owner) for owner in record.owners]
                 assert all(id(pool) in owners for pool in step.plan.pools)

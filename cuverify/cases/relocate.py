@@ -22,6 +22,7 @@ from cuverify.ops.relocate import (
     relocate_kernels,
 )
 from cuverify.reference import relocate as oracle
+from cuverify.validators.compare import host_array
 from cuverify.workload import RelocationBatch, real_batches
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ _HOST_TAIL = 5
 class RelocateStep:
     """`relocate` with buffers of its own, on the host lane or on the current CUDA device.
 
-    The list is judged a second time, after the move, as long lists in huge pools are, with marks in
-    global memory: all ways must come to the same verdict.
+    The list is judged a second time, after the move, as long lists in huge pools are, whose marks
+    are taken back one by one: all ways must come to the same verdict.
 
     Parameters
     ----------
@@ -86,23 +87,31 @@ class RelocateStep:
             self.pools, *lists, workspace=self.workspace, num_ctas=num_ctas, **ways
         )
         self.second_status = _buffer(xp, (4,), np.int32)
-        self.bitmap = _buffer(xp, (-(-batch.num_slots // 32),), np.int32)
-        check = relocate_kernels()["relocate_check"]
-        self.check_in_global_memory = check.bind(
+        self.marks = _buffer(xp, (4 * -(-batch.num_slots // 32),), np.int32)
+        self.votes = _buffer(xp, (1,), np.int64)
+        check = relocate_kernels(SWEPT_WORDS=0)["relocate_check"]
+        self.second_check = check.bind(
             1, number_of(check, "CHECK_THREADS"), *lists, self.capacity, batch.num_slots,
-            self.bitmap, self.second_status, shared=16,
+            self.marks, self.votes, self.second_status,
         )  # fmt: skip
         self.refill(batch)
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """The pools with gaps and guards, the verdicts, and the bitmap, which ends all zero."""
+        """The pools with gaps and guards, the verdicts, and the marks, which end all zero."""
         return {
             "pools": self.storage,
             "status": self.workspace.status,
-            "status by bitmap": self.second_status,
-            "bitmap": self.bitmap,
+            "second status": self.second_status,
+            "marks": self.marks,
+            "votes": self.votes,
+            **self._of_the_plan(),
         }
+
+    def _of_the_plan(self) -> dict[str, Any]:
+        """Return what the plan leaves all zero."""
+        held = {name: getattr(self.workspace, name) for name in ("tickets", "marks", "votes")}
+        return {f"plan's {name}": tensor for name, tensor in held.items() if tensor is not None}
 
     def refill(self, batch: RelocationBatch) -> None:
         """Write a list, and the pools' content as it was at the start."""
@@ -119,7 +128,7 @@ class RelocateStep:
     def __call__(self) -> None:
         """Judge the list, move its rows, and judge it the other way."""
         self.plan()
-        self.check_in_global_memory()
+        self.second_check()
 
     def poison(self) -> None:
         """Fill the verdicts with a pattern; everything else is updated in place."""
@@ -132,12 +141,12 @@ class RelocateStep:
         storage = pool_content(*self.shape).copy()
         pools = list(pool_views(storage, batch.row_bytes))
         status = oracle.relocate(pools, batch.src, batch.dst, batch.count)
-        bitmap = np.zeros(tuple(self.bitmap.shape), np.int32)
+        zero = {"marks": self.marks, "votes": self.votes, **self._of_the_plan()}
         return {
             "pools": storage,
             "status": status,
-            "status by bitmap": status,
-            "bitmap": bitmap,
+            "second status": status,
+            **{name: np.zeros_like(host_array(tensor).data) for name, tensor in zero.items()},
         }
 
 

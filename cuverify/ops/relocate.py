@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
-from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
 from cuverify.launching import Launched, check_int, grid, number_of
@@ -39,14 +38,13 @@ SCRATCH_BYTES = 1 << 31
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
 _WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
-LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4}
+LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4, "LIST_UNROLL": 9}
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
 _PAGE_SIZES = [1 << bits for bits in range(17)]
 _WARP = 32
-_HOST_SHARED_ARCH = "sm_90"  # whose blocks have the most shared memory; so has the host lane's
 
 
 class RelocateCode(enum.IntEnum):
@@ -126,16 +124,11 @@ def relocate_workspace(
     capacity: int,
     *,
     page_size: int = 1,
-    shared_bytes: int | None = None,
     scratch_bytes: int | None = SCRATCH_BYTES,
     list_rows: int = LIST_ROWS,
     values: Mapping[str, int] | None = None,
 ) -> dict[str, Buffer]:
     """Return the buffers that a `RelocatePlan` needs besides its inputs.
-
-    A list is judged in shared memory, with one bit a slot where it is long. Only pools with more
-    slots than a block has bits need a bitmap besides: above 1.8 million slots on sm_90 and sm_100,
-    1.3 million on sm_80, 0.8 million on the others.
 
     Parameters
     ----------
@@ -143,9 +136,6 @@ def relocate_workspace(
         As for `RelocatePlan`.
     capacity : int
         Rows that the lists have room for.
-    shared_bytes : int, optional
-        Shared memory that a block can have on the device, as `cuverify.compile.max_shared_bytes`
-        says; that of sm_90 if absent.
     scratch_bytes : int
         Most scratch of a long list. With less of it a list that overlaps takes more launches; one
         column of all rows is the least. None: no scratch, for long lists that never overlap.
@@ -161,13 +151,12 @@ def relocate_workspace(
         The pools cannot be moved, or the lists have no room.
     """
     layout = _PoolLayout.of(pools, page_size)
-    return _workspace(layout, capacity, shared_bytes, scratch_bytes, list_rows, dict(values or {}))
+    return _workspace(layout, capacity, scratch_bytes, list_rows, dict(values or {}))
 
 
 def _workspace(
     layout: _PoolLayout,
     capacity: int,
-    shared_bytes: int | None,
     scratch_bytes: int | None,
     list_rows: int,
     values: dict[str, int],
@@ -179,11 +168,11 @@ def _workspace(
         buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shape.one_launch:
         buffers["columns"] = Buffer(shape.columns.shape, "uint64")
+        if not shape.by_warp:
+            buffers["tickets"] = Buffer((1,), "uint32")
         return buffers
-    if shared_bytes is None:
-        shared_bytes = max_shared_bytes(_HOST_SHARED_ARCH)
-    if _check_shared_bytes(layout.num_slots) > shared_bytes:
-        buffers["bitmap"] = _bitmap(layout.num_slots)
+    buffers["marks"] = Buffer((4 * -(-layout.num_slots // 32),), "uint32")
+    buffers["votes"] = Buffer((1,), "uint64")
     if scratch_bytes is None:
         return buffers
     column = capacity * shape.column_bytes
@@ -211,16 +200,6 @@ def pool_slots(pools: Sequence[Any], page_size: int = 1) -> int:
     return _PoolLayout.of(pools, page_size).num_slots
 
 
-def _bitmap(num_slots: int) -> Buffer:
-    return Buffer((-(-num_slots // 32),), "uint32")
-
-
-def _check_shared_bytes(num_slots: int) -> int:
-    """Return the shared memory of `relocate_check` without a bitmap; with one it is that of 0."""
-    expression = relocate_kernels()["relocate_check"].contract.shared
-    return 0 if expression is None else expression({"num_slots": num_slots})
-
-
 @dataclass(frozen=True, eq=False)
 class RelocateWorkspace:
     """The caller's buffers, sized by `relocate_workspace`, on the pools' device.
@@ -237,10 +216,13 @@ class RelocateWorkspace:
         of up to 32 rows.
     columns : tensor of uint64, shape (C, 4), or None
         Likewise, narrower ones, for lists that take one launch.
-    bitmap : tensor of uint32, shape (ceil(num_slots / 32),), or None
-        Where long lists are judged; zero before the first launch and after every launch. With None
-        they are judged in shared memory, which is faster and possible where `relocate_workspace`
-        has no ``"bitmap"``.
+    tickets : tensor of uint32, shape (1,), or None
+        Of lists of 33 to 1,024 rows; zero before the first launch and after every launch.
+    marks : tensor of uint32, shape (4 * ceil(num_slots / 32),), or None
+        Where long lists are judged, four bits a slot; 16-byte aligned. Zero before the first launch
+        and after every launch.
+    votes : tensor of uint64, shape (1,), or None
+        Likewise.
     writers, readers : tensor of int32, shape (num_slots,), or None
         Of long lists that overlap: who writes and who reads a slot. Any content.
     order : tensor of int32, shape (capacity, 2), or None
@@ -256,7 +238,9 @@ class RelocateWorkspace:
     status: Any
     places: Any = None
     columns: Any = None
-    bitmap: Any = None
+    tickets: Any = None
+    marks: Any = None
+    votes: Any = None
     writers: Any = None
     readers: Any = None
     order: Any = None
@@ -272,7 +256,6 @@ class RelocateWorkspace:
         capacity: int,
         *,
         page_size: int = 1,
-        bitmap: bool | None = None,
         scratch_bytes: int | None = SCRATCH_BYTES,
         list_rows: int = LIST_ROWS,
         values: Mapping[str, int] | None = None,
@@ -283,17 +266,9 @@ class RelocateWorkspace:
         ----------
         pools, capacity, page_size, scratch_bytes, list_rows, values
             As for `relocate_workspace`.
-        bitmap : bool, optional
-            Whether long lists are judged in a bitmap in global memory. Where there is need if
-            absent.
         """
         layout = _PoolLayout.of(pools, page_size)
-        shared = _shared_bytes(layout.first.device)
-        sizes = _workspace(layout, capacity, shared, scratch_bytes, list_rows, dict(values or {}))
-        if bitmap:
-            sizes["bitmap"] = _bitmap(layout.num_slots)
-        elif bitmap is not None:
-            sizes.pop("bitmap", None)
+        sizes = _workspace(layout, capacity, scratch_bytes, list_rows, dict(values or {}))
         return cls(**{name: buffer.zeros(pools[0]) for name, buffer in sizes.items()})
 
 
@@ -375,22 +350,17 @@ class RelocatePlan:
         capacity = _length(lists[0])
         if _length(lists[1]) != capacity:
             raise wrong(lists[1], f"{lists[0].name} has {capacity} rows; both have one length")
-        shared = _shared_bytes(layout.first.device)
         given = dict(values or {})
         if workspace is None:
             workspace = RelocateWorkspace.allocate(
                 pools, capacity, page_size=page_size, list_rows=list_rows, values=values
             )
         least = None if workspace.scratch is None else 0
-        sizes = _workspace(layout, capacity, shared, least, list_rows, given)
-        if workspace.bitmap is not None:
-            sizes["bitmap"] = _bitmap(layout.num_slots)
+        sizes = _workspace(layout, capacity, least, list_rows, given)
         need = f"{layout.num_slots} slots, {len(layout.parts)} pools and lists of {capacity} rows"
         for name in sizes:
             if getattr(workspace, name) is None:
                 reason = f"{need} need shape {list(sizes[name].shape)}"
-                if name == "bitmap":
-                    reason += f": a block of this device has {shared} bytes for marks"
                 raise ArgumentError(workspace_prefix + name, None, reason)
         held = {
             name: tensor_of(workspace_prefix + name, getattr(workspace, name)) for name in sizes
@@ -421,9 +391,7 @@ class RelocatePlan:
                 self._one_launch(kernels, shape, page_size, num_ctas, device),
             )
         else:
-            self.launches = tuple(
-                self._long(kernels, shape, page_size, num_ctas, device, "bitmap" in sizes)
-            )
+            self.launches = tuple(self._long(kernels, shape, page_size, num_ctas, device))
         if shape.one_launch:
             _write(workspace.columns, shape.columns)
         if not shape.by_warp:
@@ -457,7 +425,8 @@ class RelocatePlan:
             useful = max(useful, -(-capacity * len(shape.places) * LANES // threads))
         return kernel.bind(
             grid(num_ctas, device, useful, resident), threads,
-            *columns, held.places, len(shape.places), *lists, _buckets(capacity), held.status,
+            *columns, held.places, len(shape.places), *lists, _buckets(capacity),
+            held.tickets, held.status,
             reach={"columns": pools, "places": pools},
         )  # fmt: skip
 
@@ -468,17 +437,16 @@ class RelocatePlan:
         page_size: int,
         num_ctas: int | None,
         device: str | None,
-        bitmap: bool,
     ) -> Iterator[BoundLaunch]:
         held, slots = self.workspace, self.num_slots
         src, dst, count, capacity = self._list
         reach = {"places": list(self.pools)}
         places = len(shape.places)
         check, rows = kernels["relocate_check"], kernels["relocate_rows"]
+        threads = number_of(check, "CHECK_THREADS")
         yield check.bind(
-            1, number_of(check, "CHECK_THREADS"),
-            src, dst, count, capacity, slots, held.bitmap, held.status,
-            shared=_check_shared_bytes(0 if bitmap else slots),
+            grid(num_ctas, device, -(-capacity // threads), 1), threads,
+            src, dst, count, capacity, slots, held.marks, held.votes, held.status,
         )  # fmt: skip
         threads = number_of(rows, "ROWS_THREADS")
         pieces = -(-capacity * places * LANES // threads)
@@ -606,7 +574,8 @@ def launched(arch: str) -> Iterator[Launched]:
     ]
     sets = [{**more, **values} for values in on_a_gpu for more in ({}, _WIDE_ROWS)]
     yield Launched("relocate", sets=sets)
-    yield Launched("relocate")  # a verdict without a move, which `cuverify check` asks for
+    # a verdict without a move, which `cuverify check` asks for
+    yield Launched("relocate", sets=[{"SWEPT_WORDS": 0}])
 
 
 def relocate_kernels(**values: int) -> dict[str, Kernel]:
@@ -838,16 +807,6 @@ def _length(tensor: Tensor) -> int:
     if len(tensor.shape) != 1:
         raise wrong(tensor, f"has {len(tensor.shape)} dimensions, wants one")
     return tensor.shape[0]
-
-
-def _shared_bytes(device: str | None) -> int:
-    """Return the shared memory that a block can have on a device."""
-    if device is None or device == "cpu":
-        return max_shared_bytes(_HOST_SHARED_ARCH)
-    import cupy
-
-    attributes = cupy.cuda.Device(int(device.removeprefix("cuda:"))).attributes
-    return int(attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def _refuse_capture(device: str | None) -> None:

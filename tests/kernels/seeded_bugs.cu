@@ -132,6 +132,29 @@ extern "C" __global__ void race_across_blocks(float* out, float* parts, unsigned
     }
 }
 
+// @kernel race_behind_a_vote
+// @param marks update uint32 [64]
+// @param votes update uint32 [1]
+// 4 blocks of 64 threads, each of which leaves marks by atomics; the last to vote takes all back
+extern "C" __global__ void race_behind_a_vote(unsigned* marks, unsigned* votes) {
+    SHARED_ARRAY(unsigned, ticket, [1]);
+    for (unsigned turn = 0; turn < 3; ++turn) {
+        atomicOr(&marks[(16 * blockIdx.x + (threadIdx.x + turn) % 32) % 64], 1u << blockIdx.x);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#if !BUG
+        __threadfence();
+#endif
+        ticket[0] = atomicAdd(votes, 1u);
+        __threadfence();
+    }
+    __syncthreads();
+    if (ticket[0] == gridDim.x - 1) {
+        marks[threadIdx.x] = 0;  // [race]
+    }
+}
+
 // @kernel same_word_from_all_blocks
 // @param out update uint32 [1]
 // 4 blocks

@@ -15,6 +15,7 @@
 #include <iterator>
 #include <memory>
 #include <sys/mman.h>
+#include <tuple>
 #include <unordered_map>
 
 #include "state.h"
@@ -111,6 +112,17 @@ struct Release {  // what a block had made visible when one of its threads touch
     std::shared_ptr<const std::vector<uint32_t>> fences_at_barrier;  // per thread
 };
 using Releases = std::unordered_map<uint32_t, Release>;  // by block1
+
+// Of two releases of a block that were both met, the one that covers more: an atomic without a fence,
+// on whatever word, takes back nothing of what an earlier one has released.
+void add_release(Releases& into, uint32_t block1, const Release& release) {
+    auto [known, fresh] = into.emplace(block1, release);
+    if (fresh) return;
+    const Release& old = known->second;
+    if (std::tie(release.interval_fenced, release.interval, release.thread_fences) >=
+        std::tie(old.interval_fenced, old.interval, old.thread_fences))
+        known->second = release;
+}
 
 struct ThreadClock {
     uint32_t clock;
@@ -421,18 +433,17 @@ void note_atomic(const char* address) {
     Releases& word = released[reinterpret_cast<uintptr_t>(address) >> 3];
     // Acquire side: what others released here counts after this thread's next fence.
     for (const auto& [block1, release] : word)
-        if (block1 != block.linear + 1) clock.seen[block1] = release;
+        if (block1 != block.linear + 1) add_release(clock.seen, block1, release);
     if (!any_fence) return;
     Release mine{clock.fences ? clock.interval_at_fence : 0, block.interval,
                  static_cast<uint16_t>(self->index), clock.fences, fences_at_barrier};
-    Release& slot = word[block.linear + 1];
-    slot = mine;
+    add_release(word, block.linear + 1, mine);
     for (const Releases* passed_on : {&clock.acquired, &block_acquired})
         for (const auto& [block1, release] : *passed_on) word.insert({block1, release});
 }
 
 void merge(Releases& into, const Releases& from) {
-    for (const auto& [block1, release] : from) into[block1] = release;
+    for (const auto& [block1, release] : from) add_release(into, block1, release);
 }
 
 }  // namespace
