@@ -1,10 +1,13 @@
-"""Writing a file so that a reader never meets half of it."""
+"""Writing a file: a reader never meets half of it, writers lose nothing of each other's."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _umask = threading.Lock()  # there is no asking for it without changing it, for the whole process
@@ -44,3 +47,25 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep others who ask for it out of a file's folder: between reading a file and replacing it.
+
+    Parameters
+    ----------
+    path : Path
+        The file, which need not exist. Its folder must.
+
+    Raises
+    ------
+    OSError
+        The folder does not exist.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)  # and gives the lock back

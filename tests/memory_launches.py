@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).parent / "kernels" / "memory.cu"
 _CTAS = 4
+# Of the portable text: those of the host lane, whatever the GPU has room for.
+_TILES = {"TILE": 16, "STAGES": 4, "QUERIES_SHARED": 4}
 
 # kernel of memory.cu, threads, n, PITCH. The n of pairs and quads is two numbers, see `paired` there.
 PATTERNS = (
@@ -104,7 +106,7 @@ def attention(xp: Target) -> Callable[[], None]:
         sm_scale=sized.batch.sm_scale,
         combine_ctas=2,
         variant="portable",
-        values={},
+        values=_TILES,
         **drafts,
     )
 

@@ -397,6 +397,21 @@ def test_parts_are_merged(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_a_part_that_is_recorded_meanwhile_is_kept(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder(monkeypatch, "bench", lambda root: ("cuverify bench", [MEASUREMENT]))
+
+    def slowly(root: Path) -> tuple[str, dict[str, int]]:
+        evidence.record("bench", root=root)
+        return "pytest -m gpu -q", {"passed": 1, "failed": 0, "skipped": 0}
+
+    recorder(monkeypatch, "tests", slowly)
+    path = evidence.record("tests", root=tree)
+    assert [*evidence.load(path)["sections"]] == ["bench", "tests"]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_attention_is_recorded_with_its_page(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

@@ -14,7 +14,7 @@ from cuverify.evidence import gpu as device
 from cuverify.evidence.document import FOLDER, SCHEMA, digests, load, validate
 from cuverify.evidence.parts import find_part, part_names
 from cuverify.evidence.source_tree import source_root
-from cuverify.files import write_atomically
+from cuverify.files import locked, write_atomically
 from cuverify.report import plain
 
 
@@ -23,7 +23,8 @@ def record(
 ) -> Path:
     """Measure one part on this machine's GPU and merge it into the GPU's evidence file.
 
-    Other sections of the file stay as they are. Nothing is written unless the whole part ran.
+    Other sections of the file stay as they are, also those that another process records meanwhile.
+    Nothing is written unless the whole part ran.
 
     Parameters
     ----------
@@ -72,23 +73,27 @@ def record(
     from cuverify import env
 
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-    document["sections"][part] = {
+    section = {
         "digests": before,
         "run": {"date": now.isoformat(), "command": command, "seconds": round(seconds, 1)},
         "versions": env.inspect().versions,
         "data": plain(data, part),
     }
-    document["sections"] = {
-        name: document["sections"][name] for name in sorted(document["sections"])
-    }
-    problems = validate(document)
-    if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise EvidenceError(f"the run of {part!r} gave no valid section:\n{listed}")
     path.parent.mkdir(exist_ok=True)
-    write_atomically(
-        path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    with locked(path):
+        if path.exists():
+            document = load(path)  # other parts may have been recorded meanwhile
+        document["sections"][part] = section
+        document["sections"] = {
+            name: document["sections"][name] for name in sorted(document["sections"])
+        }
+        problems = validate(document)
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise EvidenceError(f"the run of {part!r} gave no valid section:\n{listed}")
+        write_atomically(
+            path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        )
     if rules.written is not None:
         rules.written(root)
     return path
