@@ -25,10 +25,11 @@
 //       1 where a row writes what another one reads, else 0
 //
 // Lists whose capacity is at most 32 rows take one launch, `relocate_few`, and up to 1,024 rows one
-// of `relocate_list`. Longer ones take `relocate_check` and `relocate_rows`, which moves a list that
-// does not overlap. For one that does, `relocate_index`, `relocate_order` and `relocate_phases`
-// follow, and then, for as many columns at a time as the scratch allows, `relocate_stage` and one
-// `relocate_phase` a phase; otherwise these do nothing.
+// of `relocate_list`. Longer ones take
+// `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
+// `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
+// time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
+// nothing.
 //
 // How a list that overlaps is ordered. A row that writes a slot must wait until that slot has been
 // read: rows hang together in chains, which may close. Some rows cut their chain: their source is
@@ -87,9 +88,9 @@
 #ifndef LIST_UNROLL
 #define LIST_UNROLL 3
 #endif
-// bytes of its first row that a group has brought into L2 while a longer list is judged
+// pairs (row, column) that a group has brought into L2 while a longer list is judged
 #ifndef LIST_PREFETCH
-#define LIST_PREFETCH 1152
+#define LIST_PREFETCH 2
 #endif
 // threads of a block that checks
 #ifndef CHECK_THREADS
@@ -128,8 +129,7 @@ namespace {
 
 // Lanes that share one column of one row: their 16-byte pieces are a cache line.
 constexpr unsigned LANES = 8;
-constexpr unsigned WIDE = 16;            // bytes of a piece, where it is not 4
-constexpr unsigned GROUPS = 32 / LANES;  // of a warp
+constexpr unsigned WIDE = 16;  // bytes of a piece, where it is not 4
 constexpr unsigned NOBODY = 0xffffffffu;
 constexpr unsigned long long NO_SLOT = ~0ull;  // nor is any negative number one
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -140,7 +140,7 @@ static_assert(FEW_THREADS % 32 == 0 && FEW_THREADS <= 1024, "whole warps");
 static_assert(FEW_ROWS <= 32 && FEW_PIECES >= 1, "a row a lane");
 static_assert(LIST_THREADS % 32 == 0 && LIST_THREADS <= 1024, "whole warps");
 static_assert(PHASES >= 2, "a row and the one that reads its destination move one after the other");
-static_assert(LIST_UNROLL >= 1, "at least one load in flight");
+static_assert(LIST_UNROLL >= 1 && LIST_PREFETCH >= 1, "at least one load in flight");
 static_assert(LIST_PIECES >= 1 && ORDER_REACH >= 1, "at least one");
 static_assert(UNROLL >= 1, "at least one load in flight");
 
@@ -401,9 +401,8 @@ struct Held {
     }
 };
 
-// Moves a column of a row of which nobody else reads or writes anything: all of its pieces at once
-// where they are 8 * PIECES, else 8 * FEW at a time. Tests of which there are take registers.
-template <unsigned PIECES, unsigned FEW>
+// Moves a column of a row of which nobody else reads or writes anything.
+template <unsigned PIECES>
 __device__ void move_part(const char* source, char* destination, const Column& column) {
     if (is_wide(column) && column.pieces == LANES * PIECES) {
         Held<PIECES> held;
@@ -411,6 +410,8 @@ __device__ void move_part(const char* source, char* destination, const Column& c
         held.template store_as<WIDE, true>(destination, column.pieces);
         return;
     }
+    // A few pieces at a time: tests for all of them would take the registers of the others.
+    constexpr unsigned FEW = PIECES < 3 ? PIECES : 3;
     const unsigned width = is_wide(column) ? WIDE : 4;
     for (unsigned first = 0; first < column.pieces; first += FEW * LANES) {
         Held<FEW> held;
@@ -423,8 +424,7 @@ __device__ void move_part(const char* source, char* destination, const Column& c
 // others write there meanwhile is no matter: nothing is read.
 __device__ void prefetch_part(const char* source, const Column& column) {
     const unsigned bytes = column.pieces * column.width;
-    const unsigned end = bytes < LIST_PREFETCH ? bytes : LIST_PREFETCH;
-    for (unsigned at = threadIdx.x % LANES * 128; at < end; at += LANES * 128) {
+    for (unsigned at = threadIdx.x % LANES * 128; at < bytes; at += LANES * 128) {
         prefetch_l2(source + at);
     }
 }
@@ -458,11 +458,18 @@ struct Walk {
     }
 };
 
-// Moves a column of one row, unless it stays.
-template <unsigned PIECES, unsigned FEW>
-__device__ void move_row(const Column& column, unsigned page_bits, long long from, long long to) {
-    if (from != to) {
-        move_part<PIECES, FEW>(column.at(from, page_bits), column.at(to, page_bits), column);
+// Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
+// right.
+template <unsigned PIECES>
+__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
+                              const long long* src, const long long* dst, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
+        const long long from = src[walk.row];
+        const long long to = dst[walk.row];
+        if (from != to) {
+            const Column column(places, walk.column);
+            move_part<PIECES>(column.at(from, page_bits), column.at(to, page_bits), column);
+        }
     }
 }
 
@@ -553,40 +560,11 @@ struct HeldColumn {
     }
 };
 
-// Deals the pairs (row, column) of a short list to warps, a pair for each group of lanes. The first
-// deal of a warp is its own, so that it can be looked up before the list is judged; the others go to
-// whoever has time: a multiprocessor gets up to twice as much of the memory's bandwidth as another.
-struct Deals {
-    static constexpr unsigned NONE = ~0u;
-    unsigned* tickets;
-    unsigned drawn;  // deals that need a ticket
-
-    __device__ Deals(unsigned* tickets, unsigned pairs) : tickets(tickets) {
-        const unsigned count = (pairs + GROUPS - 1) / GROUPS;
-        drawn = count > warps() ? count - warps() : 0;
-    }
-
-    __device__ static unsigned warps() { return gridDim.x * (LIST_THREADS / 32); }
-    __device__ static unsigned own() { return (blockIdx.x * LIST_THREADS + threadIdx.x) / 32; }
-    __device__ static unsigned pair_of(unsigned deal) {
-        return deal * GROUPS + threadIdx.x % 32 / LANES;
-    }
-    // A ticket, which lane 0 knows; nobody waits for it here.
-    __device__ unsigned draw() const {
-        return drawn != 0 && threadIdx.x % 32 == 0 ? atomicAdd(tickets, 1u) : 0;
-    }
-    // The deal of a ticket. Every warp draws until there is NONE, and no more: who has the last ticket
-    // of all was the last to draw, and puts them back.
-    __device__ unsigned deal_of(unsigned ticket) const {
-        if (drawn == 0) {
-            return NONE;
-        }
-        if (threadIdx.x % 32 == 0 && ticket == drawn + warps() - 1) {
-            atomicExch(tickets, 0u);
-        }
-        ticket = __shfl_sync(ALL_LANES, ticket, 0);
-        return ticket < drawn ? warps() + ticket : NONE;
-    }
+// A pair of a walk of which nothing is known yet: its row may stand behind the list.
+struct Asked {
+    unsigned row;
+    long long from;
+    Column column;
 };
 
 // The rows of a thread's pieces, in registers: loaded together with everything else.
@@ -667,10 +645,6 @@ struct Index {
     }
 };
 
-// Pieces that a lane of a group holds of columns of another size than 8 * UNROLL pieces.
-constexpr unsigned ROWS_FEW = (UNROLL + 1) / 2;
-// Likewise of those of a short list.
-constexpr unsigned LIST_FEW = LIST_UNROLL < 2 ? LIST_UNROLL : 2;
 // Rows of a short list that a thread loads before it knows how long the list is.
 constexpr unsigned OWN_ROWS = LIST_THREADS < 1024 && LIST_THREADS >= 512 ? 2 : 1;
 
@@ -805,14 +779,13 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
-// shared memory: the list, and a hash table of the slots that it writes. All come to one verdict, so
-// that no block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block
-// reads a column of all rows before it writes any of it, and loads the first while it judges. So is a
-// longer list that overlaps; one that does not is moved row by row, by whichever warp has time.
-// capacity * column_pieces <= LIST_THREADS * LIST_PIECES; columns and places cover the same bytes,
-// those of `columns` in at most column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL;
-// capacity * num_places < 2^31. `tickets` belongs to the caller. The first slots of the dead tail may
-// be loaded, as numbers.
+// shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
+// block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
+// a column of all rows before it writes any of it, and loads the first while it judges. So is a
+// longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=
+// LIST_THREADS * LIST_PIECES; columns and places cover the same bytes, those of `columns` in at most
+// column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL. The first slots of the dead
+// tail may be loaded, as numbers.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
@@ -827,7 +800,6 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // @param capacity       value   int32                       length of both lists, at most 1,024
 // @param num_slots      value   int64                       slots of every pool
 // @param buckets        value   int32                       a power of two, at least 2 * capacity
-// @param tickets        update  uint32 [1]                  zero before the launch and after it
 // @param status         write   int32  [4]                  code, row, slot low word, high word
 // @reach columns        update                              the pools
 // @reach places         update                              the pools
@@ -838,7 +810,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
                   int column_pieces, const unsigned long long* __restrict__ places, int num_places,
                   int page_slots, const long long* __restrict__ src,
                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
-                  long long num_slots, int buckets, unsigned* tickets, int* status) {
+                  long long num_slots, int buckets, int* status) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
     CARVE(cursor, long long, from, capacity);
@@ -857,20 +829,22 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     const int length = count[0];
     const unsigned room = static_cast<unsigned>(capacity);
     const bool by_column = capacity <= LIST_AHEAD;
+    const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
     Move own[OWN_ROWS];
 #pragma unroll
     for (unsigned k = 0; k < OWN_ROWS; ++k) {
         const unsigned row = k * LIST_THREADS + threadIdx.x;
         own[k] = row < room ? given(k, row) : Move{0, 0};
     }
-    // The first pair that this group moves; its row may stand behind the list.
-    const unsigned width = static_cast<unsigned>(num_places);
-    const unsigned ahead_row = Deals::pair_of(Deals::own()) / width;
-    Column ahead;
-    long long ahead_from = -1;
+    Asked asked[LIST_PREFETCH];
     if (!by_column) {
-        ahead = Column(places, Deals::pair_of(Deals::own()) % width);
-        ahead_from = ahead_row < room ? src[ahead_row] : -1;
+        Walk ahead = walk;
+#pragma unroll
+        for (int k = 0; k < LIST_PREFETCH; ++k, ahead.step()) {
+            asked[k].row = ahead.row;
+            asked[k].from = ahead.row < room ? src[ahead.row] : -1;
+            asked[k].column = Column(places, ahead.column);
+        }
     }
     for (unsigned at = threadIdx.x; at < written.buckets; at += LIST_THREADS) {
         bucket[at] = NO_SLOT;
@@ -890,9 +864,15 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     if (by_column && number < end) {
         held.load(given, num_slots, column, rows, width_bits, page_bits);
     }
-    // Not into registers: who judges sooner may write what is read here, if the rows overlap.
-    if (!by_column && ahead_row < rows && given.holds(ahead_from)) {
-        prefetch_part(ahead.at(ahead_from, page_bits), ahead);
+    if (!by_column) {
+        // Not into registers: who judges sooner may write what is read here, if the rows overlap.
+#pragma unroll
+        for (int k = 0; k < LIST_PREFETCH; ++k) {
+            if (asked[k].row < rows && given.holds(asked[k].from)) {
+                const Column& part = asked[k].column;
+                prefetch_part(part.at(asked[k].from, page_bits), part);
+            }
+        }
     }
 
     bool illegal = false;
@@ -934,17 +914,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         overlaps = __syncthreads_or(overlaps) != 0;
     }
     if (!by_column && !overlaps) {
-        const Deals deals(tickets, rows * width);
-        unsigned deal = deals.own();
-        do {
-            const unsigned ticket = deals.draw();
-            const unsigned row = deals.pair_of(deal) / width;
-            if (row < rows) {
-                const Column column(places, deals.pair_of(deal) % width);
-                move_row<LIST_UNROLL, LIST_FEW>(column, page_bits, from[row], to[row]);
-            }
-            deal = deals.deal_of(ticket);
-        } while (deal != Deals::NONE);
+        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;
@@ -1182,9 +1152,9 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
          walk.step()) {
         const Column column(places, part.first + walk.column);
-        move_part<UNROLL, ROWS_FEW>(
-            column.at(src[staged[walk.row]], log2_of(page_slots)),
-            reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row), column);
+        move_part<UNROLL>(column.at(src[staged[walk.row]], log2_of(page_slots)),
+                          reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row),
+                          column);
     }
 }
 
@@ -1237,7 +1207,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
         const char* source =
             place < 0 ? column.at(src[row], page_bits)
                       : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
-        move_part<UNROLL, ROWS_FEW>(source, column.at(dst[row], page_bits), column);
+        move_part<UNROLL>(source, column.at(dst[row], page_bits), column);
     }
 }
 
@@ -1270,10 +1240,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    const unsigned page_bits = log2_of(page_slots);
-    for (Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
-         walk.row < static_cast<unsigned>(length); walk.step()) {
-        move_row<UNROLL, ROWS_FEW>(Column(places, walk.column), page_bits, src[walk.row],
-                                   dst[walk.row]);
-    }
+    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+    move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
+                          static_cast<unsigned>(length));
 }

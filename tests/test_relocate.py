@@ -49,7 +49,7 @@ ONE_LAUNCH: dict[str, Any] = {"values": {"FEW_ROWS": 0}}  # short lists, column 
 BY_ROWS: dict[str, Any] = {  # short lists as those of more than 128 rows are moved, in small blocks
     "values": {
         "FEW_ROWS": 0, "LIST_AHEAD": 0, "LIST_THREADS": 64, "LIST_RESIDENT": 1, "LIST_PIECES": 16,
-        "LIST_UNROLL": 3,
+        "LIST_UNROLL": 3, "LIST_PREFETCH": 2,
     }
 }  # fmt: skip
 LONG: dict[str, Any] = {"list_rows": 0}  # the way of long lists, for lists of any length
@@ -704,42 +704,6 @@ def test_no_barrier_of_a_short_list_is_superfluous(
     assert any(fails(rows, schedule) for rows in lists for schedule in SCHEDULES)
 
 
-LIST_MUTANTS = {
-    "tickets are kept": ("atomicExch(tickets, 0u);", ";"),
-    "tickets are put back too soon": ("ticket == drawn + warps() - 1", "ticket == drawn"),
-    "a deal is left out": ("warps() + ticket : NONE", "warps() + ticket + 1 : NONE"),
-    "the last deal is left out": ("ticket < drawn ?", "ticket + 1 < drawn ?"),
-    "the first deals are left out": ("unsigned deal = deals.own();", "unsigned deal = deals.own() + deals.warps();"),
-    "no row is behind the list": ("if (row < rows) {\n                const", "if (row < room) {\n                const"),
-    "some slots may be written twice": ("return other == slot;\n            }\n        }\n    }\n\n    __device__ bool holds", "return false;\n            }\n        }\n    }\n\n    __device__ bool holds"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LIST_MUTANTS)
-def test_nothing_of_a_list_moved_by_rows_is_superfluous(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right, wrong = LIST_MUTANTS[name]
-    assert TEXT.count(right) == 1
-    values = BY_ROWS["values"]
-    mutant = KernelSource.from_text(TEXT.replace(right, wrong), name="mutant.cu", values=values)
-    kernel = cuverify.Kernel(mutant, "relocate_list")
-    monkeypatch.setitem(relocate_kernels(**values), "relocate_list", kernel)
-    rows = [(row, 200 + row) for row in range(61)]  # 305 pairs, 4 at a time
-
-    def fails(rows: Any, schedule: Any) -> bool:
-        shape: dict[str, Any] = {"num_slots": 400, "layers": 5, "row_bytes": 32, "row_stride": 32}
-        try:
-            with cuverify.checked(schedule=schedule):
-                batch = moves(*rows, **shape).padded(70)
-                return bool(wrong_in(RelocateStep(batch, "numpy", values=values)))
-        except CheckerError:
-            return True
-
-    lists = [rows, [*rows[:50], (300, 205), *rows[51:]]]
-    assert any(fails(rows, schedule) for rows in lists for schedule in SCHEDULES)
-
-
 FEW_MUTANTS = {
     "lanes write before all have read": ("__syncwarp();  //", "//"),
     "a row that stays may be written": ("(moving ? alike : alike & movers)", "(alike & movers)"),
@@ -1049,7 +1013,7 @@ def test_workspace_of_a_short_list_is_tables() -> None:
     sizes = relocate_workspace(pools, 1024)
     # 72 pieces a row, in columns of 4, since 1,024 threads hold 4 each
     assert {name: buffer.shape for name, buffer in sizes.items()} == {
-        "status": (4,), "places": (61, 4), "columns": (61 * 18, 4), "tickets": (1,),
+        "status": (4,), "places": (61, 4), "columns": (61 * 18, 4),
     }  # fmt: skip
     few = relocate_workspace(pools, 8)
     assert few.keys() == {"status", "columns"} and few["columns"].shape == (61 * 9, 4)

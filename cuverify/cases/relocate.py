@@ -109,9 +109,9 @@ class RelocateStep:
         }
 
     def _of_the_plan(self) -> dict[str, Any]:
-        """Return what the plan leaves all zero."""
-        held = {name: getattr(self.workspace, name) for name in ("tickets", "marks", "votes")}
-        return {f"plan's {name}": tensor for name, tensor in held.items() if tensor is not None}
+        """Return what a long list's plan leaves all zero."""
+        held = {"plan's marks": self.workspace.marks, "plan's votes": self.workspace.votes}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def refill(self, batch: RelocationBatch) -> None:
         """Write a list, and the pools' content as it was at the start."""

@@ -38,7 +38,10 @@ SCRATCH_BYTES = 1 << 31
 _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
 _WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
-LONGER_LISTS = {"LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4, "LIST_UNROLL": 9}
+LONGER_LISTS = {
+    "LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4, "LIST_UNROLL": 9,
+    "LIST_PREFETCH": 1,
+}  # fmt: skip
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
@@ -168,8 +171,6 @@ def _workspace(
         buffers["places"] = Buffer(shape.places.shape, "uint64")
     if shape.one_launch:
         buffers["columns"] = Buffer(shape.columns.shape, "uint64")
-        if not shape.by_warp:
-            buffers["tickets"] = Buffer((1,), "uint32")
         return buffers
     buffers["marks"] = Buffer((4 * -(-layout.num_slots // 32),), "uint32")
     buffers["votes"] = Buffer((1,), "uint64")
@@ -216,8 +217,6 @@ class RelocateWorkspace:
         of up to 32 rows.
     columns : tensor of uint64, shape (C, 4), or None
         Likewise, narrower ones, for lists that take one launch.
-    tickets : tensor of uint32, shape (1,), or None
-        Of lists of 33 to 1,024 rows; zero before the first launch and after every launch.
     marks : tensor of uint32, shape (4 * ceil(num_slots / 32),), or None
         Where long lists are judged, four bits a slot; 16-byte aligned. Zero before the first launch
         and after every launch.
@@ -238,7 +237,6 @@ class RelocateWorkspace:
     status: Any
     places: Any = None
     columns: Any = None
-    tickets: Any = None
     marks: Any = None
     votes: Any = None
     writers: Any = None
@@ -425,8 +423,7 @@ class RelocatePlan:
             useful = max(useful, -(-capacity * len(shape.places) * LANES // threads))
         return kernel.bind(
             grid(num_ctas, device, useful, resident), threads,
-            *columns, held.places, len(shape.places), *lists, _buckets(capacity),
-            held.tickets, held.status,
+            *columns, held.places, len(shape.places), *lists, _buckets(capacity), held.status,
             reach={"columns": pools, "places": pools},
         )  # fmt: skip
 
