@@ -112,7 +112,7 @@ PLANTED = [
     Mutant("no rescaling", ATTENTION, "if (__builtin_expect(of_band[band] != 0, 0)) {", "if (false) {", ("numbers",)),
     Mutant("nothing has grown", ATTENTION, "handed.grown[band] = grown;", "handed.grown[band] = false;", ("numbers",)),
     Mutant("factors of the rows before", ATTENTION, "factors[8] = factor[1];", "factors[8] = factor[0];", ("numbers",)),
-    Mutant("a maximum that grows in other lanes", ATTENTION, "__any_sync(ALL, larger)", "larger", ("divergent-collective",)),
+    Mutant("a maximum that grows in other lanes", ATTENTION, "__any_sync(ALL, larger)", "larger", ("divergent-collective", "deadlock")),
     Mutant("sums are not rescaled", ATTENTION, "= sum[i] * factor[i]", "= sum[i]", ("numbers",)),
     Mutant("a maximum of half the lanes", ATTENTION, "of_row = fmaxf(of_row, __shfl_xor_sync(ALL, of_row, 2));", "", ("numbers", "race", "lane-skips-collective", "deadlock")),
     Mutant("a sum of its own lane", ATTENTION, " sum[i] += __shfl_xor_sync(ALL, sum[i], distance);", "", ("numbers",)),

@@ -17,7 +17,7 @@ from cuverify.gqa_batch import KEY_WIDTH, SM_SCALE, GqaBatch
 from cuverify.kernel import Kernel
 from cuverify.listed_step import Capacity
 from cuverify.narrow import Narrow
-from cuverify.ops.verify_attention import verify_attention_kernels
+from cuverify.ops.verify_attention import least_values, verify_attention_kernels
 from cuverify.ops.verify_gqa import ALL_VALUES, ROW_TILES, verify_gqa_kernels
 from cuverify.strategies import ELEMENTS
 from cuverify.verify_batch import ElementType, VerifyBatch
@@ -38,23 +38,34 @@ class Kind:
     heads: int
     dtype: ElementType
     kv_scale: float | None
+    values: Mapping[str, int] | None = None
 
     @property
     def pool(self) -> Narrow:
         return self.dtype if self.kv_scale is None else "fp8_e4m3"
 
     def __str__(self) -> str:
-        return f"{self.variant}, H {self.heads}, {self.pool}"
+        values = "" if self.values is None else f", {self.values['TILE']} rows a tile"
+        return f"{self.variant}, H {self.heads}, {self.pool}{values}"
+
+
+def _forms(name: VariantName, heads: int) -> list[Mapping[str, int] | None]:
+    """Return values for more and for less shared memory, with the fewest heads."""
+    if heads > RANK_HEADS[0] or not VARIANTS[name].roomy:
+        return [None]
+    return [VARIANTS[name].roomy, least_values(name)]
 
 
 KINDS = [
-    kind
+    Kind(name, heads, *element, values)
     for name, variant in VARIANTS.items()
     for heads in RANK_HEADS
-    for kind in (Kind(name, heads, *element) for element in ELEMENTS[:3])
-    if variant.fits(512, 64, 0.07, kind.pool) and (kind.pool == "bf16" or heads == RANK_HEADS[0])
+    for element in ELEMENTS[:3]
+    for values in _forms(name, heads)
+    for pool in (Kind(name, heads, *element).pool,)
+    if variant.fits(512, 64, 0.07, pool) and (pool == "bf16" or heads == RANK_HEADS[0])
 ]
-"""All numbers of heads with bf16, all types with the fewest heads."""
+"""All numbers of heads with bf16; all types and all tiles with the fewest heads."""
 
 
 class OneKind:
@@ -88,7 +99,8 @@ class OneKind:
 
     def step(self, batch: SizedBatch, xp: Target) -> VerifyAttentionStep:
         variant, blocks = self.kind.variant, 3 if xp == "numpy" else None
-        return VerifyAttentionStep(batch, xp, variant=variant, num_ctas=blocks)
+        values = self.kind.values
+        return VerifyAttentionStep(batch, xp, variant=variant, num_ctas=blocks, values=values)
 
 
 @dataclass(frozen=True)

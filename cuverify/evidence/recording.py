@@ -79,18 +79,16 @@ def record(
         "versions": env.inspect().versions,
         "data": plain(data, part),
     }
+    problems = validate({"schema": SCHEMA, "gpu": gpu, "sections": {part: section}})
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise EvidenceError(f"the run of {part!r} gave no valid section:\n{listed}")
     path.parent.mkdir(exist_ok=True)
     with locked(path):
         if path.exists():
             document = load(path)  # other parts may have been recorded meanwhile
-        document["sections"][part] = section
-        document["sections"] = {
-            name: document["sections"][name] for name in sorted(document["sections"])
-        }
-        problems = validate(document)
-        if problems:
-            listed = "\n".join(f"  {problem}" for problem in problems)
-            raise EvidenceError(f"the run of {part!r} gave no valid section:\n{listed}")
+        sections = {**document["sections"], part: section}
+        document["sections"] = dict(sorted(sections.items()))
         write_atomically(
             path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         )

@@ -376,6 +376,12 @@ def fitting_values(variant: VariantName, room: int, **values: int | str) -> Mapp
     return roomy if (partials.declared_shared() or 0) + RESERVED_SHARED <= room else {}
 
 
+def least_values(variant: VariantName) -> dict[str, int]:
+    """Return what a text has for `fitting_values` where there is little shared memory."""
+    known = KernelSource.from_package(VARIANTS[variant].stem).known_values()
+    return {name: int(known[name]) for name in VARIANTS[variant].roomy}
+
+
 def verify_attention_kernels(
     variant: VariantName = "portable", **values: int | str
 ) -> tuple[Kernel, Kernel]:

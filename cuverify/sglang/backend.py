@@ -74,6 +74,8 @@ class VerifyBackend:
     """
 
     variant: ClassVar[VariantName | None] = None
+    text_values: ClassVar[Mapping[str, int] | None] = None
+    """`-D` values of that text, in place of those that were tuned for the GPU and fit it."""
     kinds: ClassVar[Mapping[str, Narrow]] = {
         "torch.bfloat16": "bf16",
         "torch.float16": "fp16",
@@ -238,7 +240,7 @@ class VerifyBackend:
         from cuverify.ops.verify_attention import VerifyAttention
 
         kv = pool.get_key_buffer(layer.layer_id)
-        VerifyAttention(q, kv, out, lse, variant=self.text, **more)()
+        VerifyAttention(q, kv, out, lse, variant=self.text, values=self.text_values, **more)()
 
     # Parts
 
