@@ -452,7 +452,7 @@ def time_copies(
     A capture makes torch give the memory that it keeps for later back to the driver. The driver
     clears it, on the device and beside whatever runs there: for 46 ms after 21 GB on an H200, in
     which a kernel bound by memory takes 8 % longer. The measurement waits until that is over: 4 ms
-    for each GB that the capture gave back. It is the same for all steps, and nothing where nothing
+    for each GB that was given back. It is the same for all steps, and nothing where nothing
     large was freed.
 
     Raises
@@ -478,11 +478,13 @@ def time_copies(
             step()
         torch.cuda.synchronize()
         kept = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()  # as the capture would, whose own memory would hide how much
+        given_back = kept - torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.graph(graph, stream=stream):
             for step in steps:
                 step()
-        time.sleep(_CLEARING_S * max(0, kept - torch.cuda.memory_reserved()))
+        time.sleep(_CLEARING_S * given_back)
         # Far more than the cache: the sweep leaves nothing of the steps', and keeps the device
         # busy while the host enqueues the replay, so that the events do not time the host. It only
         # reads: lines that it had written would be written back at the steps' expense.

@@ -25,11 +25,10 @@
 //       1 where a row writes what another one reads, else 0
 //
 // Lists whose capacity is at most 32 rows take one launch, `relocate_few`, and up to 1,024 rows one
-// of `relocate_list`. Longer ones take
-// `relocate_check` and `relocate_rows`, which moves a list that does not overlap. For one that does,
-// `relocate_index`, `relocate_order` and `relocate_phases` follow, and then, for as many columns at a
-// time as the scratch allows, `relocate_stage` and one `relocate_phase` a phase; otherwise these do
-// nothing.
+// of `relocate_list`. Longer ones take `relocate_check` and `relocate_rows`, which moves a list that
+// does not overlap. For one that does, `relocate_index`, `relocate_order` and `relocate_phases`
+// follow, and then, for as many columns at a time as the scratch allows, `relocate_stage` and one
+// `relocate_phase` a phase; otherwise these do nothing.
 //
 // How a list that overlaps is ordered. A row that writes a slot must wait until that slot has been
 // read: rows hang together in chains, which may close. Some rows cut their chain: their source is
@@ -779,7 +778,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // Judges a list of up to 1,024 rows, writes `status`, and moves its rows in all columns or nothing.
 //
 // Launch: any number of blocks of LIST_THREADS threads. Every block judges the list by itself, in
-// shared memory: the list, and a hash table of `buckets` rows. All come to one verdict, so that no
+// shared memory: the list, and a hash table of `buckets` slots. All come to one verdict, so that no
 // block waits for another. A list of up to LIST_AHEAD rows is moved column by column: a block reads
 // a column of all rows before it writes any of it, and loads the first while it judges. So is a
 // longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=

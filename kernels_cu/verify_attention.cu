@@ -1047,11 +1047,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     early::launch_dependents();  // not before: they read the plan, too, which may just be made
     for (bool first = true;; first = false) {
         if (thread_anew() == 0) {
-            if (first) {
-                plan::start(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
-            } else {
-                plan::advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
-            }
+            plan::advance(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr,
+                          HEADS);
         }
         __syncthreads();
         if (item.rows < 0) {

@@ -559,12 +559,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                            {v_extend, v_extend_stride, v_extend_head_stride},
                            out_cache_loc};
 
-    if (thread_anew() == 0) {
-        item.next = cta_work[blockIdx.x * 4];
-    }
-    for (;;) {
+    for (bool first = true;; first = false) {
         if (thread_anew() == 0) {
-            plan::advance(item, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, GROUP);
+            plan::advance(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr,
+                          GROUP);
         }
         __syncthreads();
         if (item.rows < 0) {

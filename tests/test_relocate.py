@@ -466,6 +466,14 @@ def test_chains_that_nothing_cuts(rising: bool, closed: bool, way: str, xp: Targ
         assert_right(batch, xp, **WAYS[way])
 
 
+@pytest.mark.parametrize("blocks", [1, (1 << 21) - 1, 1 << 21, 1 << 30])
+def test_more_blocks_than_can_vote_are_not_launched(blocks: int) -> None:
+    rows = np.arange(4)
+    pool, count = np.zeros((8, 16), np.uint8), np.ones(1, np.int32)
+    plan = RelocatePlan([pool], rows, rows + 4, count, list_rows=0, num_ctas=blocks)
+    assert plan.launches[0].launch.grid == (min(blocks, (1 << 21) - 1), 1, 1)
+
+
 @both_lanes
 @pytest.mark.parametrize("layers", [1, 2, 3, 61])
 def test_every_number_of_layers(layers: int, xp: Target) -> None:

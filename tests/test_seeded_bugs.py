@@ -18,7 +18,14 @@ FILE = Path(__file__).parent / "kernels" / "seeded_bugs.cu"
 LINES = FILE.read_text().splitlines()
 KERNELS = kernels_in(FILE.read_text())
 COMPILERS = [compiler.name for compiler in find_compilers()]
-GRIDS = {"race_across_blocks": 4, "race_behind_a_vote": 4, "same_word_from_all_blocks": 4}
+GRIDS = {
+    "race_across_blocks": 4,
+    "race_behind_a_vote": 4,
+    "race_by_an_older_release": 2,
+    "race_behind_a_messenger": 3,
+    "race_behind_a_careless_messenger": 3,
+    "same_word_from_all_blocks": 4,
+}
 BLOCKS = {"race_in_warp": 32, "shuffle_as_fence": 32}
 
 

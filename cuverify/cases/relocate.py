@@ -49,7 +49,7 @@ class RelocateStep:
     capacity : int
         Least length of the lists.
     num_ctas : int, optional
-        Blocks that move rows.
+        Blocks that judge a long list and move rows.
     list_rows : int, optional
         Longest list that takes one launch, as for `RelocatePlan`.
     scratch_bytes : int, optional

@@ -48,10 +48,11 @@ _COLUMN_PIECES = 8  # a cache line of each row
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
 _PAGE_SIZES = [1 << bits for bits in range(17)]
 _WARP = 32
+_MOST_VOTERS = (1 << 21) - 1  # blocks of `relocate_check`, whose votes are counted in 21 bits
 
 
 class RelocateCode(enum.IntEnum):
-    """Verdict of `relocate_check` on a list.
+    """Verdict of a kernel that judges, on a list.
 
     A row with ``src == dst`` says that a slot stays; it moves nothing and may be repeated.
     """
@@ -221,7 +222,7 @@ class RelocateWorkspace:
         Where long lists are judged, four bits a slot; 16-byte aligned. Zero before the first launch
         and after every launch.
     votes : tensor of uint64, shape (1,), or None
-        Likewise.
+        Likewise. After a launch that was cut short, zero both: what they hold counts.
     writers, readers : tensor of int32, shape (num_slots,), or None
         Of long lists that overlap: who writes and who reads a slot. Any content.
     order : tensor of int32, shape (capacity, 2), or None
@@ -292,7 +293,7 @@ class RelocatePlan:
     workspace : RelocateWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     num_ctas : int, optional
-        Blocks that move rows. Enough to fill the GPU if absent, and 2 on the host lane.
+        Blocks that judge a long list and move rows. Enough to fill the GPU if absent, and 2 on the host lane.
     list_rows : int
         Longest capacity that takes one launch, at most `LIST_ROWS`.
     values : mapping of str to int, optional
@@ -441,9 +442,9 @@ class RelocatePlan:
         places = len(shape.places)
         check, rows = kernels["relocate_check"], kernels["relocate_rows"]
         threads = number_of(check, "CHECK_THREADS")
+        voters = min(grid(num_ctas, device, -(-capacity // threads), 1), _MOST_VOTERS)
         yield check.bind(
-            grid(num_ctas, device, -(-capacity // threads), 1), threads,
-            src, dst, count, capacity, slots, held.marks, held.votes, held.status,
+            voters, threads, src, dst, count, capacity, slots, held.marks, held.votes, held.status,
         )  # fmt: skip
         threads = number_of(rows, "ROWS_THREADS")
         pieces = -(-capacity * places * LANES // threads)

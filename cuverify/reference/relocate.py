@@ -1,6 +1,6 @@
 """Oracle of the move of KV rows: the meaning of a list, and the verdict on it, in numpy.
 
-The kernels mark slots in a bitmap or a hash table. Here a list is judged through the first row at
+The kernels leave four marks at each slot, or enter slots in a hash table. Here a list is judged through the first row at
 which each slot plays each of its parts, which shares no step with them.
 """
 

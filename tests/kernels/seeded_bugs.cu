@@ -155,6 +155,96 @@ extern "C" __global__ void race_behind_a_vote(unsigned* marks, unsigned* votes) 
     }
 }
 
+// @kernel race_by_an_older_release
+// @param x update uint32 [1]
+// @param w update uint32 [1]
+// @param out update uint32 [1]
+// 2 blocks: two lanes of one release by the same word, the one with more fences first
+extern "C" __global__ void race_by_an_older_release(unsigned* x, unsigned* w, unsigned* out) {
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 1) {
+            __threadfence();
+            __threadfence();
+            atomicAdd(w, 1u);
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            x[0] = 7;
+#if !BUG
+            __threadfence();
+#endif
+            atomicAdd(w, 2u);
+        }
+    } else if (threadIdx.x == 0) {
+        const unsigned seen = atomicAdd(w, 0u);
+        __threadfence();
+        if (BUG || seen & 2) out[0] = x[0];  // [race]
+    }
+}
+
+// @kernel race_behind_a_messenger
+// @param x update uint32 [1]
+// @param first update uint32 [1]
+// @param second update uint32 [1]
+// @param out update uint32 [1]
+// 3 blocks: what the first one says by `first`, the next passes on by `second`, where the first one
+// has been before
+extern "C" __global__ void race_behind_a_messenger(unsigned* x, unsigned* first, unsigned* second,
+                                                   unsigned* out) {
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) {
+        __threadfence();
+        atomicAdd(second, 1u);
+        x[0] = 7;
+#if !BUG
+        __threadfence();
+#endif
+        atomicAdd(first, 1u);
+    } else if (blockIdx.x == 1) {
+        const unsigned seen = atomicAdd(first, 0u);
+        __threadfence();
+        if (seen == 1) atomicAdd(second, 2u);
+    } else {
+        const unsigned seen = atomicAdd(second, 0u);
+        __threadfence();
+        if (BUG || seen & 2) out[0] = x[0];  // [race]
+    }
+}
+
+// @kernel race_behind_a_careless_messenger
+// @param x update uint32 [1]
+// @param first update uint32 [1]
+// @param second update uint32 [1]
+// @param out update uint32 [1]
+// 3 blocks: what one thread of the second block has learned, another one passes on
+extern "C" __global__ void race_behind_a_careless_messenger(unsigned* x, unsigned* first,
+                                                            unsigned* second, unsigned* out) {
+    SHARED_ARRAY(unsigned, seen, [1]);
+    if (blockIdx.x == 0) {
+        if (threadIdx.x == 0) {
+            x[0] = 7;
+            __threadfence();
+            atomicAdd(first, 1u);
+        }
+    } else if (blockIdx.x == 1) {
+        if (threadIdx.x == 0) {
+            seen[0] = atomicAdd(first, 0u);
+            __threadfence();
+        }
+        __syncthreads();
+        if (threadIdx.x == 1 && (BUG || seen[0] == 1)) {
+#if !BUG
+            __threadfence();
+#endif
+            atomicAdd(second, 2u);
+        }
+    } else if (threadIdx.x == 0) {
+        const unsigned told = atomicAdd(second, 0u);
+        __threadfence();
+        if (BUG || told & 2) out[0] = x[0];  // [race]
+    }
+}
+
 // @kernel same_word_from_all_blocks
 // @param out update uint32 [1]
 // 4 blocks

@@ -114,13 +114,14 @@ struct Release {  // what a block had made visible when one of its threads touch
 using Releases = std::unordered_map<uint32_t, Release>;  // by block1
 
 // Of two releases of a block that were both met, the one that covers more: an atomic without a fence,
-// on whatever word, takes back nothing of what an earlier one has released.
+// on whatever word, takes back nothing of what an earlier one has released. How many fences a thread
+// has passed says nothing beside another thread's number: of two with a fence it is the later one.
 void add_release(Releases& into, uint32_t block1, const Release& release) {
     auto [known, fresh] = into.emplace(block1, release);
     if (fresh) return;
     const Release& old = known->second;
-    if (std::tie(release.interval_fenced, release.interval, release.thread_fences) >=
-        std::tie(old.interval_fenced, old.interval, old.thread_fences))
+    if (std::make_tuple(release.interval_fenced, release.interval, release.thread_fences != 0) >=
+        std::make_tuple(old.interval_fenced, old.interval, old.thread_fences != 0))
         known->second = release;
 }
 
@@ -438,8 +439,8 @@ void note_atomic(const char* address) {
     Release mine{clock.fences ? clock.interval_at_fence : 0, block.interval,
                  static_cast<uint16_t>(self->index), clock.fences, fences_at_barrier};
     add_release(word, block.linear + 1, mine);
-    for (const Releases* passed_on : {&clock.acquired, &block_acquired})
-        for (const auto& [block1, release] : *passed_on) word.insert({block1, release});
+    // What other threads of the block have acquired is passed on by those that fenced behind it.
+    for (const auto& [block1, release] : clock.acquired) add_release(word, block1, release);
 }
 
 void merge(Releases& into, const Releases& from) {
@@ -615,6 +616,7 @@ void thread_fence() {
     clock.interval_at_fence = block.interval;
     merge(clock.acquired, clock.seen);
     merge(clock.acquired, block_seen);
+    merge(clock.acquired, block_acquired);
 }
 
 }  // namespace cuverify_host
