@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuverify.benches.verify_attention import IN_ORDER, LEAST, OP, PLAN, PORTABLE
 from cuverify.comparison import Line, geometric_mean, lines
 from cuverify.errors import EvidenceError
 from cuverify.verify_shapes import ALL, BLOCK, GRID, LEVEL, RAGGED, TARGETS_US, WIDE, Shape
 
 PAGE = Path("docs") / "performance.md"
 
-OP, PLAN, PORTABLE = "verify_attention", "verify_attention, plan", "verify_attention, portable"
-LEAST = "verify_attention, portable in 99 KB"
-IN_ORDER = "verify_attention, in order"
 TOKENS = "token_exactness"
 SGLANG = "SGLang, Triton"
 

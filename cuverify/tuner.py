@@ -64,16 +64,17 @@ class Knob:
 KNOBS: Mapping[VariantName, tuple[Knob, ...]] = {
     "portable": (
         Knob("plan", "ROOT_HALVES", (1, 2, 3, 4)),
-        Knob("plan", "START_ROWS", (16, 32, 48, 96)),
+        Knob("plan", "START_ROWS", (48, 80, 112, 144)),
         Knob("plan", "LEAST_ROWS", (16, 32, 64)),
         Knob("values", "STAGES", (4, 5)),
-        Knob("values", "COMBINE_UNROLL", (4, 6, 8)),
+        Knob("values", "QUERIES_SHARED", (4, 6, 8)),
+        Knob("values", "COMBINE_UNROLL", (6, 9, 12)),
     ),
     "sm90": (
         Knob("plan", "ROOT_HALVES", (0, 2, 3, 4)),
         Knob("plan", "START_ROWS", (48, 96, 144, 192)),
         Knob("plan", "HALVES_ROWS", (0, 160, 320, 640)),
-        Knob("values", "COMBINE_UNROLL", (9, 12, 15)),
+        Knob("values", "COMBINE_UNROLL", (12, 15)),
     ),
 }
 """What is searched for each variant, in this order."""

@@ -37,15 +37,10 @@ class Variant:
         The only latent and rope columns; None where all are possible.
     codes : bool
         Whether the pool may hold codes of e4m3.
-    combine_ctas : int
-        Most blocks of `verify_combine` for each multiprocessor.
     plan : mapping of str to int
         `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
     roomy : mapping of str to int
         `-D` values of the text where a multiprocessor has room for a block with them.
-    lone : mapping of str to int
-        `-D` values of the text where a batch cannot have more than one row tile, which is then cut
-        into many pieces.
     """
 
     stem: str
@@ -53,10 +48,8 @@ class Variant:
     threads: int
     columns: tuple[int, int] | None = None
     codes: bool = True
-    combine_ctas: int = 4
     plan: Mapping[str, int] = field(default_factory=dict)
     roomy: Mapping[str, int] = field(default_factory=dict)
-    lone: Mapping[str, int] = field(default_factory=dict)
 
     def fits(self, latent: int, rope: int, sm_scale: float, pool: Narrow = "bf16") -> bool:
         """Tell whether the text can attend; one with fixed columns wants a positive scale, too."""
@@ -70,7 +63,6 @@ VARIANTS: Mapping[VariantName, Variant] = {
         "verify_attention",
         ("verify_partials", "verify_combine"),
         384,
-        combine_ctas=1,
         plan={"START_ROWS": 112, "LEAST_ROWS": 16, "GRAIN": 32, "ROOT_HALVES": 2},
         roomy={"TILE": 32, "STAGES": 4, "QUERIES_SHARED": 8},
     ),
@@ -80,7 +72,6 @@ VARIANTS: Mapping[VariantName, Variant] = {
         512,
         columns=(512, 64),
         codes=False,
-        combine_ctas=1,
         plan={
             "START_ROWS": 144,
             "LEAST_ROWS": 16,

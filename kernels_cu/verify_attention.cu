@@ -15,13 +15,14 @@
 //   verify_combine   merges the pieces of each row tile that was cut.
 //
 // A block holds 64 query rows and goes through its items of the plan in two roles, by mma.m16n8k16:
-//   scores   four warps of 16 query rows each: S = Q K^T, the mask and the softmax. Most of the
-//            queries stay in registers. Probabilities are handed on as the operands they become.
+//   scores   four warps in two pairs: S = Q K^T for 32 query rows a pair, each warp over half of K's
+//            columns, then the mask and the softmax of 16 rows a warp. Most of the queries stay in
+//            registers. Probabilities are handed on as the operands they become.
 //   values   eight warps, each for an eighth of V's columns and all 64 rows: O += P V, and the copies
 //            of KV rows into a ring of tiles in shared memory, which cp.async fills.
-// While the values of a tile are multiplied, the scores of the next one are: a tile costs one barrier.
-// Of the three warps of a scheduler, two have products of V to do whenever the third one waits for its
-// softmax. Where a token has few query rows, those of several tokens are one operand: no row is
+// While the values of a tile are multiplied, the scores of the next one are. A tile costs two
+// barriers: behind the first the sums over K's columns are there, behind the second the
+// probabilities. Where a token has few query rows, those of several tokens are one operand: no row is
 // padded but in a tree's last band of 16.
 //
 // Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
@@ -208,18 +209,22 @@ struct KvRows {
     // Entries of the list for LIST_TILES tiles from position `start` on, of the rows that this warp
     // fetches. Lane l holds that of its row l % ROWS_A_WARP in tile l / ROWS_A_WARP: looked up once in
     // a while, because a warp waits for what it looks up no later than at the next barrier.
-    __device__ __forceinline__ KV_INDEX look_up(const Item& item, int start, Place place) const {
-        const int position = start + place.lane / ROWS_A_WARP * TILE +
-                             place.copy_row / ROWS_A_WARP * ROWS_A_WARP + place.lane % ROWS_A_WARP;
-        return position < min(item.prefix, item.end) ? kv_indices[item.first_index + position] : 0;
+    __device__ __forceinline__ KV_INDEX look_up(const Item& item, unsigned start,
+                                                Place place) const {
+        // positions behind the last one may pass 2^31
+        const unsigned position = start + place.lane / ROWS_A_WARP * TILE +
+                                  place.copy_row / ROWS_A_WARP * ROWS_A_WARP +
+                                  place.lane % ROWS_A_WARP;
+        const unsigned end = min(item.prefix, item.end);
+        return position < end ? kv_indices[item.first_index + position] : 0;
     }
 
     // Asks for all entries of the item; `thread` of the values.
     __device__ __forceinline__ void prefetch(const Item& item, int thread) const {
-        const int end = min(item.prefix, item.end);
+        const unsigned end = min(item.prefix, item.end);
         constexpr int LINE = 128 / static_cast<int>(sizeof(KV_INDEX));
 #pragma unroll 1
-        for (int position = item.begin + thread * LINE; position < end;
+        for (unsigned position = item.begin + thread * LINE; position < end;
              position += VALUE_THREADS * LINE) {
             prefetch_l2(kv_indices + item.first_index + position);
         }
@@ -277,9 +282,6 @@ struct KvRows {
     __device__ __forceinline__ void widen(const Item& item, int start, const kv_bits* codes,
                                           bits16* tile, Place place) const {
         const int position = start + place.copy_row;
-        if (start >= item.end) {
-            return;
-        }
         bits16* to = tile + place.copy_row * PITCH;
         if (position >= item.prefix && position < item.end && out_cache_loc == nullptr) {
             const bits16* from =
@@ -550,9 +552,10 @@ struct Softmax {
     }
 
     // Takes the scores of one tile, masked to -inf where unseen; gives the probabilities as operands,
-    // and what has been accumulated before is to be multiplied with. Accumulators are in units of
-    // codes where the pool has codes: from `exact_from` on, counted from the lane's first position,
-    // rows are numbers, `unit` of which are one.
+    // what has been accumulated before is to be multiplied with, and whether that is other than 1 for
+    // any row of the band. Accumulators are in units of codes where the pool has codes: from
+    // `exact_from` on, counted from the lane's first position, rows are numbers, `unit` of which are
+    // one.
     __device__ __forceinline__ bool step(Scores& x, int exact_from, float unit, float value,
                                          uint4 (&probabilities)[KV_STEPS], float (&factor)[2]) {
         float largest[2];
@@ -912,7 +915,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
         }
         ptx::cp_async_commit();
         if ((tile + 1) % LIST_TILES == 0) {  // long before it is used
-            list = source.look_up(item, item.begin + (tile + 1) * TILE, own);
+            list = source.look_up(item, item.begin + (tile + 1u) * TILE, own);
         }
     };
     // Of codes, its own pieces only, which nobody else has to wait for.
@@ -982,7 +985,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // Computes every item of the plan.
 //
 // Launch: num_ctas blocks, as many as the plan was made for; block c takes the items cta_work[c]
-// names. Request, row tile, range, slot and count of an item are the plan's word and not judged
+// names. It may be launched before the kernel in front has ended, and reads nothing before that. Request, row tile, range, slot and count of an item are the plan's word and not judged
 // again. Rows of `out` and `lse` that belong to row tiles in one piece are written, and all rows of
 // the partial slots that belong to a query; `lse` is -inf and `out` 0 where nothing is seen.
 // Strides count elements, from token to token, head to head, slot to slot. The trees' rows are in
@@ -1009,7 +1012,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
 // @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
 // @param words value int32  1 to 4
-// @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
+// @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
 // @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
@@ -1047,8 +1050,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     early::launch_dependents();  // not before: they read the plan, too, which may just be made
     for (bool first = true;; first = false) {
         if (thread_anew() == 0) {
-            plan::advance(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr,
-                          HEADS);
+            plan::next(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, HEADS);
         }
         __syncthreads();
         if (item.rows < 0) {
@@ -1096,7 +1098,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 8 columns are a unit; see merge.cuh.
+// of 8 columns are a unit; see merge.cuh. It may be launched before verify_partials has ended, and
+// waits before it reads what that kernel writes, which is therefore no `__restrict__` parameter; the
+// plan, which was there before, it reads at once. What follows may start as soon.
 //
 // @kernel verify_combine
 // @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised
@@ -1111,7 +1115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // @block COMBINE_THREADS
 // @early
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    verify_combine(const bits16* __restrict__ partial_out, const float* __restrict__ partial_lse,
+    verify_combine(const bits16* partial_out, const float* partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
                    int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                    long long out_stride, float* __restrict__ lse) {

@@ -1097,8 +1097,9 @@ struct Target {
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. A block takes more than half of a
-// multiprocessor's shared memory, so that no two share one while others stand idle. It may be launched
+// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. With 15 splits in flight a block
+// takes more than half of a multiprocessor's shared memory, so that no two share one while others stand
+// idle. It may be launched
 // before verify_partials_sm90 has ended, and waits before it reads what that kernel writes; blocks that
 // have nothing to merge do not wait, but for the first one.
 //

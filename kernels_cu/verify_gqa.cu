@@ -520,7 +520,7 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 // @param qo_indptr          read    QO_INDEX [bounds]       bounds of each tree in q
 // @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
 // @param words              value   int32                   1 to 4
-// @param work read int32 [max_work, 6]  request, row tile, begin, end, slot, splits
+// @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
 // @param partial_out scratch bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, kv_heads, ROWS]  base 2
@@ -561,8 +561,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
     for (bool first = true;; first = false) {
         if (thread_anew() == 0) {
-            plan::advance(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr,
-                          GROUP);
+            plan::next(item, first, work, cta_work + blockIdx.x * 4, kv_indptr, qo_indptr, GROUP);
         }
         __syncthreads();
         if (item.rows < 0) {

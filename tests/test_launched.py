@@ -25,7 +25,7 @@ from cuverify.ops.verify_gqa import COMPACT_VALUES, ROW_TILES, VALUES
 from cuverify.resources import package_stems, survey_of
 from cuverify.sources import KernelSource
 from cuverify.tuning import Choice, Entry, TunedTable
-from cuverify.verify_variants import VARIANTS, choose_variant
+from cuverify.verify_variants import choose_variant
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variant_cases import KINDS, OneKind
@@ -75,9 +75,11 @@ def bound(case: Any, xp: Target) -> None:
 def test_what_steps_launch_on_the_host_is_listed(stem: str, lane: Collecting) -> None:
     bound(cases.load(stem), "numpy")
     assert lane.sources
+    # the host lane runs latent attention as GPUs with the least shared memory do
+    arch = "sm_120" if stem == "verify_attention" else "sm_100"
     for source in lane.sources:
         if "relocate" not in source.name:  # a part of commit and defrag
-            assert_listed(source, "sm_100")
+            assert_listed(source, arch)
 
 
 @gpu
@@ -94,7 +96,7 @@ def test_what_steps_launch_on_this_gpu_is_listed(stem: str, lane: Collecting) ->
                 choose_variant((major, minor), latent=512, rope=64, sm_scale=1.0, pool=kind.pool)
                 == kind.variant
             ):
-                case = OneKind(kind)
+                case = OneKind(replace(kind, values=None))
                 case.step(next(case.device_batches())[1], "torch-cuda")
     assert lane.sources
     for source in lane.sources:
@@ -188,15 +190,14 @@ def test_the_command_saves_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     }
 
 
-def test_nothing_spills_where_a_batch_has_one_row_tile() -> None:
+def test_nothing_spills_on_hopper() -> None:
     fixed = {"HEADS": 8, "KV_INDEX": "int", "QO_INDEX": "int", "ELEMENT": "bf16"}
     pairs = [
         (source, "sm_90a") for source in launched_sources("verify_attention_sm90", "sm_90a", fixed)
     ]
     table = survey_of(pairs, ["sm_90a"], with_values=True).tables[0]
     spill, values = table.columns.index("spill B"), table.columns.index("values")
-    lone = " ".join(f"{name}={value}" for name, value in sorted(VARIANTS["sm90"].lone.items()))
-    assert {row[values] for row in table.rows} == {"", lone}
+    assert {row[values] for row in table.rows} == {""}
     assert {row[spill] for row in table.rows} == {0}
 
 

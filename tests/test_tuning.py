@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from cuverify import tuner, tuning
+from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError, DeviceError, TuningError
+from cuverify.launching import RESERVED_SHARED
+from cuverify.ops.verify_attention import fitting_values, verify_attention_kernels
 from cuverify.sources import KernelSource
 from cuverify.tuner import KNOBS, Knob, Trial, merged, search, trial_table
 from cuverify.tuning import Choice, Entry, TunedTable, find_choice, tables, tuned
 from cuverify.verify_shapes import Shape
-from cuverify.verify_variants import VARIANTS, Variant
+from cuverify.verify_variants import VARIANTS
 
 NARROW = Entry("portable", 64, Choice({"START_ROWS": 16}, {"STAGES": 5}))
 WIDE = Entry("portable", None, Choice({}, {"STAGES": 3}))
@@ -109,20 +111,15 @@ def test_steps_take_tuned_values_unless_they_are_given_some(
     assert "STAGES" not in given.layers[0].partials.launch.source.values
 
 
-def test_values_lie_on_those_of_a_single_row_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    # else a candidate of the tuner would be measured against something that never runs
-    from cuverify.own_attention import OwnAttention
-    from cuverify.verify_problem import Problem, new_pool
-
-    lone = replace(VARIANTS["portable"], lone={"COMBINE_UNROLL": 3, "COMBINE_LEAST": 2})
-    monkeypatch.setitem(cast(dict[str, Variant], VARIANTS), "portable", lone)
-    for prefixes, unroll in (((40,), 3), ((40, 9), None)):
-        problem = Problem(Shape(prefixes, 3), new_pool(60, "cpu"), copies=1)
-        for given in (None, {"STAGES": 5}, {"COMBINE_UNROLL": 6}):
-            layer = OwnAttention.of(problem, values=given).layers[0]
-            values = layer.partials.launch.source.values
-            assert values.get("COMBINE_UNROLL") == (given or {}).get("COMBINE_UNROLL", unroll)
-            assert values.get("STAGES") == (given or {}).get("STAGES")
+@pytest.mark.parametrize("stages", [4, 5, 6])
+def test_given_values_leave_those_that_still_fit(stages: int) -> None:
+    # else a candidate of the tuner would be refused where it fits with fewer rows a tile
+    columns, room = {"LATENT": 512, "ROPE": 64}, max_shared_bytes("sm_90") + RESERVED_SHARED
+    fitting = fitting_values("portable", room, **columns, STAGES=stages)
+    assert fitting == (VARIANTS["portable"].roomy if stages == 4 else {})
+    values = {**columns, **fitting, "STAGES": stages}
+    shared = verify_attention_kernels("portable", **values)[0].declared_shared()
+    assert shared is not None and shared <= max_shared_bytes("sm_90")
 
 
 # --- the search ----------------------------------------------------------------------------------

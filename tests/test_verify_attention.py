@@ -336,6 +336,14 @@ def test_every_code_comes_out_as_the_number_that_it_is(xp: Target) -> None:
     np.testing.assert_array_equal(bf16(step.outputs()[0]), np.broadcast_to(right, found.shape))
 
 
+@both_lanes
+@pytest.mark.parametrize("spread", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_codes_of_any_scale_beside_numbers(scale: float, spread: float, xp: Target) -> None:
+    batch = batch_of([40], [6], latent=16, draft_source="separate", kv_scale=scale, spread=spread)
+    assert_right(batch, xp, num_ctas=2)
+
+
 def test_codes_may_come_as_torch_has_them() -> None:
     import torch
 
@@ -443,6 +451,48 @@ def test_with_the_roundings_of_tensor_cores(model: str) -> None:
 
     with host_options(mma=model):
         assert_right(batch_of([90], [9], spread=3.0))
+
+
+FOLLOWER = """
+#include "early.cuh"
+// @kernel copy_early
+// @param to write uint16 [n]
+// @param from read uint16 [n]
+// @param n value int64
+// @early
+extern "C" __global__ void copy_early(unsigned short* to, const unsigned short* from, long long n) {
+    early::wait_for_dependency();
+    const long long at = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (at < n) to[at] = from[at];
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize("columns", [{}, {"latent": 512, "rope": 64}], ids=["portable", "own"])
+def test_what_follows_early_reads_whole_outputs(columns: dict[str, int]) -> None:
+    # most blocks of the merge have no turn: who waits for them must have waited for attention, too
+    import torch
+
+    step = VerifyStep(batch_of([3000], [3], **columns), "torch-cuda", combine_ctas=132)
+    copy = torch.zeros_like(step.storage)
+    to, outputs = (tensor.view(torch.int16).view(-1) for tensor in (copy, step.storage))
+    follower = cuverify.load_kernel(FOLLOWER, kernel="copy_early").bind(
+        -(-to.numel() // 128), 128, to, outputs, to.numel()
+    )
+    step.plan()
+    step.attention()
+    right = outputs.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            step.out.fill_(float("nan"))
+            copy.zero_()
+            step.attention()
+            follower()
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(to, right)
 
 
 @gpu

@@ -156,6 +156,7 @@ knobs = st.sampled_from(
         {"START_ROWS": 100, "LEAST_ROWS": 64, "ROOT_HALVES": 3},
         {"HALVES_ROWS": 400},
         dict(VARIANTS["sm90"].plan),
+        dict(VARIANTS["portable"].plan),
         {"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48},
         {"START_ROWS": 0, "LEAST_ROWS": 16, "ROOT_HALVES": 0, "HALVES_ROWS": 64},
     ]

@@ -293,7 +293,8 @@ class RelocatePlan:
     workspace : RelocateWorkspace, optional
         The caller's buffers; of the plan's own if absent.
     num_ctas : int, optional
-        Blocks that judge a long list and move rows. Enough to fill the GPU if absent, and 2 on the host lane.
+        Blocks that judge a long list and move rows. Enough to fill the GPU if absent, and 2 on the
+        host lane.
     list_rows : int
         Longest capacity that takes one launch, at most `LIST_ROWS`.
     values : mapping of str to int, optional

@@ -46,7 +46,7 @@ Element = Literal["bf16", "fp16"]
 _ELEMENTS: dict[str, Element] = {"bfloat16": "bf16", "uint16": "bf16", "float16": "fp16"}
 _CODES = ("uint8", "float8_e4m3fn")
 _OF_POOL: dict[Narrow, Element] = {"bf16": "bf16", "fp16": "fp16", "fp8_e4m3": "bf16"}
-_SCALE_BITS = 120
+_SCALE_BITS = 100
 _HOST_COMBINE_CTAS = 2
 _COMBINE_UNITS = 128  # of a row tile of 512 columns, each a block's at most
 
@@ -161,12 +161,13 @@ class VerifyAttention:
     workspace : AttentionWorkspace, optional
         The caller's buffers; of the layer's own if absent.
     combine_ctas : int, optional
-        Blocks that merge partials. Enough to fill the GPU if absent, and 2 on the host lane.
+        Blocks that merge partials. At most one for each multiprocessor if absent, and 2 on the host
+        lane.
     variant : {"portable", "sm90"}, optional
         The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
         `-D` values of that text, such as ``{"STAGES": 5}``, in place of those that were tuned for
-        the GPU, and beside those that the variant has for a single row tile.
+        the GPU, and beside those that its shared memory has room for.
 
     Attributes
     ----------
@@ -297,11 +298,9 @@ class VerifyAttention:
         if values is None:
             rows = plan.max_tree_tokens * heads
             values = choice_for(device, variant=self.variant, rows=rows).values
-        if self._most_row_tiles() == 1:
-            values = {**VARIANTS[self.variant].lone, **values}
         if device is not None and multiprocessors(device) is not None:
             room = shared_room(device)
-            values = {**fitting_values(self.variant, room, **chosen), **values}
+            values = {**fitting_values(self.variant, room, **{**chosen, **values}), **values}
         partials, combine = verify_attention_kernels(self.variant, **{**chosen, **values})
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
@@ -334,8 +333,7 @@ class VerifyAttention:
         count = multiprocessors(device)
         if count is None:
             return _HOST_COMBINE_CTAS
-        most = VARIANTS[self.variant].combine_ctas * count
-        return min(most, _COMBINE_UNITS * self._most_row_tiles())
+        return min(count, _COMBINE_UNITS * self._most_row_tiles())
 
     def _most_row_tiles(self) -> int:
         """Return how many row tiles can be cut at most."""
@@ -347,15 +345,15 @@ def launched(arch: str) -> Iterator[Launched]:
     room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
     for name in variants_for(arch):
         variant = VARIANTS[name]
-        roomy = fitting_values(name, room, LATENT=512, ROPE=64)
-        tuned = [choice.values for choice in choices_of(arch, name)]
-        own = [*tuned, *({**variant.lone, **values} for values in tuned)]
-        sets: list[Mapping[str, Value]] = [
-            {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **roomy, **values}
-            for pool in _OF_POOL
-            for values in own
-            if variant.fits(512, 64, 1.0, pool)
-        ]
+        sets: list[Mapping[str, Value]] = []
+        for choice in choices_of(arch, name):
+            fitting = fitting_values(name, room, **{"LATENT": 512, "ROPE": 64, **choice.values})
+            own = {**fitting, **choice.values}
+            sets += [
+                {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **own}
+                for pool in _OF_POOL
+                if variant.fits(512, 64, 1.0, pool)
+            ]
         types = {"HEADS": RANK_HEADS, "LATENT": (512,), "ROPE": (64,)}
         yield Launched(variant.stem, ("KV_INDEX", "QO_INDEX"), types, sets)
 
@@ -369,10 +367,10 @@ def fitting_values(variant: VariantName, room: int, **values: int | str) -> Mapp
     room : int
         Bytes of shared memory that a multiprocessor has for all of its blocks.
     **values : int or str
-        Other `-D` values.
+        Values that are given, and stand in place of those that fit.
     """
     roomy = VARIANTS[variant].roomy
-    partials, _ = verify_attention_kernels(variant, **{**values, **roomy})
+    partials, _ = verify_attention_kernels(variant, **{**roomy, **values})
     return roomy if (partials.declared_shared() or 0) + RESERVED_SHARED <= room else {}
 
 

@@ -1,7 +1,7 @@
 """Oracle of the move of KV rows: the meaning of a list, and the verdict on it, in numpy.
 
-The kernels leave four marks at each slot, or enter slots in a hash table. Here a list is judged through the first row at
-which each slot plays each of its parts, which shares no step with them.
+The kernels leave four marks at each slot, or enter slots in a hash table. Here a list is judged
+through the first row at which each slot plays each of its parts, which shares no step with them.
 """
 
 from __future__ import annotations

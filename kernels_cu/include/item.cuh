@@ -25,12 +25,14 @@ struct Entry {
     QoIndex first_token, end_token;
 
     __device__ __forceinline__ void read(const int* work, int number) {
-        const int* given = work + number * 6ll;
-        request = given[0];
-        row_tile = given[1];
-        begin = given[2];
-        end = given[3];
-        slot = given[4];
+        const int2* given = reinterpret_cast<const int2*>(work + number * 6ll);
+        const int2 tile = given[0];
+        const int2 range = given[1];
+        request = tile.x;
+        row_tile = tile.y;
+        begin = range.x;
+        end = range.y;
+        slot = given[2].x;
     }
 
     __device__ __forceinline__ void read_bounds(const int* kv_indptr, const QoIndex* qo_indptr,
@@ -57,33 +59,56 @@ struct Entry {
 
 // Reads the block's next item, of `heads` query rows a token; one without query rows when there is
 // none. Where two blocks are to divide the columns of V, the first one takes them all.
-//
-// What can be guessed of the block's `first` item is read at once, that its number is the block's and
-// its request the first one: one read after the other would cost a short step as much as its rows.
 template <typename QoIndex>
-__device__ __forceinline__ void advance(Item& item, bool first, const int* work,
-                                        const int* cta_work, const int* kv_indptr,
-                                        const QoIndex* qo_indptr, int heads) {
-    Entry<QoIndex> entry;
+__device__ __forceinline__ void advance(Item& item, const int* work, const int* cta_work,
+                                        const int* kv_indptr, const QoIndex* qo_indptr, int heads) {
+    const int number = item.next;
+    item.next = number + cta_work[2];
+    item.rows = -1;
+    if (number < cta_work[1] && cta_work[3] != 2) {
+        Entry<QoIndex> entry;
+        entry.read(work, number);
+        entry.read_bounds(kv_indptr, qo_indptr, entry.request);
+        entry.give(item, heads);
+    }
+}
+
+// As `advance`, for the block's first item. What can be guessed of it is read at once, that its number
+// is the block's and its request the first one: one read after the other would cost a short step as
+// much as its rows.
+template <typename QoIndex>
+__device__ __forceinline__ void start(Item& item, const int* work, const int* cta_work,
+                                      const int* kv_indptr, const QoIndex* qo_indptr, int heads) {
     const int guess = static_cast<int>(blockIdx.x);
-    const int number = first ? cta_work[0] : item.next;
+    const int number = cta_work[0];
     const int end = cta_work[1];
     const int step = cta_work[2];
     const int half = cta_work[3];
-    if (first) {
-        entry.read(work, guess);
-        entry.read_bounds(kv_indptr, qo_indptr, 0);
-    }
+    Entry<QoIndex> entry;
+    entry.read(work, guess);
+    entry.read_bounds(kv_indptr, qo_indptr, 0);
     item.next = number + step;
     item.rows = -1;
     if (number < end && half != 2) {
-        if (!first || number != guess) {
+        if (number != guess) {
             entry.read(work, number);
         }
-        if (!first || entry.request != 0) {
+        if (entry.request != 0) {
             entry.read_bounds(kv_indptr, qo_indptr, entry.request);
         }
         entry.give(item, heads);
+    }
+}
+
+// `start` for the first item, `advance` for others: apart, so that what the one reads ahead takes the
+// other no registers.
+template <typename QoIndex>
+__device__ __forceinline__ void next(Item& item, bool first, const int* work, const int* cta_work,
+                                     const int* kv_indptr, const QoIndex* qo_indptr, int heads) {
+    if (first) {
+        start(item, work, cta_work, kv_indptr, qo_indptr, heads);
+    } else {
+        advance(item, work, cta_work, kv_indptr, qo_indptr, heads);
     }
 }
 

@@ -1,9 +1,9 @@
 // How the blocks of a kernel that merges partials divide their work: row tiles have different numbers
 // of splits, which only the device knows, and the grid is fixed.
 //
-// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits, one for every LEAST of them
-// or, where there are not as many warps for all units at once, for every 2, 4, ... LEAST: so no block
-// has a second turn while another one has none, and the longest row tile gets most. A block does as many units of one row tile in a turn as it has warps for.
+// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits, one for every LEAST of
+// them, or for every 2, 4, ... LEAST until all turns find a block at once: the longest row tile keeps
+// most. A block does as many units of one row tile in a turn as it has warps for.
 // Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all of
 // it at once, and hands it on through registers. Nobody waits, and no load waits for another one but
 // for the rows' bounds, which are needed last.
@@ -81,6 +81,12 @@ struct Turns {
         look();
     }
 
+    // Turns of a row tile whose units 2^log_sharers warps share.
+    __device__ __forceinline__ static int turns_of(int log_sharers) {
+        const int log_at_once = LOG_WARPS - log_sharers;
+        return (UNITS + (1 << log_at_once) - 1) >> log_at_once;
+    }
+
     __device__ __forceinline__ void look() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int tile = first + lane;
@@ -95,27 +101,25 @@ struct Turns {
         // Warps are left over only where these row tiles are all there are.
         busy = __popc(__ballot_sync(ALL, splits > 0));
         const bool few = first == 0 && (busy < 32 || count <= 32);
-        const int warps = static_cast<int>(gridDim.x) << LOG_WARPS;
         const int wanted = log_parts<LOG_WARPS>(splits, LEAST);
-        int more[LOG_WARPS + 1];  // warps a unit, all together, beyond those that want one less
+        int tiles_of[LOG_WARPS + 1];  // that want 2^e warps a unit
 #pragma unroll
-        for (int e = 1; e <= LOG_WARPS; ++e) {
-            more[e] = __popc(__ballot_sync(ALL, wanted >= e)) << (e - 1);
+        for (int e = 0; e <= LOG_WARPS; ++e) {
+            tiles_of[e] = __popc(__ballot_sync(ALL, splits > 0 && wanted == e));
         }
-        int less = 0;  // what each has to do without
+        int less = 0;  // what each has to do without, so that all turns find a block
 #pragma unroll
         for (int k = 0; k < LOG_WARPS; ++k) {
-            int sharers = busy;
+            int turns = 0;
 #pragma unroll
-            for (int e = 1; e + k <= LOG_WARPS; ++e) {
-                sharers += more[e + k] >> k;
+            for (int e = 0; e <= LOG_WARPS; ++e) {
+                turns += tiles_of[e] * turns_of(e > k ? e - k : 0);
             }
-            less += sharers * UNITS > warps;
+            less += turns > static_cast<int>(gridDim.x);
         }
         const int log_sharers = few ? max(wanted - less, 0) : 0;
         known = row_tile * 8 + log_sharers;
-        const int log_at_once = LOG_WARPS - log_sharers;
-        own_end = splits == 0 ? 0 : (UNITS + (1 << log_at_once) - 1) >> log_at_once;
+        own_end = splits == 0 ? 0 : turns_of(log_sharers);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int lower = __shfl_up_sync(ALL, own_end, distance);
