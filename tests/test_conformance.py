@@ -35,7 +35,7 @@ WAIVED = {
     **dict.fromkeys(
         ("__syncthreads", "__syncwarp", "__threadfence", "__threadfence_block",
          "__threadfence_system", "__nanosleep", "__trap", "prefetch_l2",
-         "early::launch_dependents", "early::wait_for_dependency"),
+         "early::launch_dependents", "early::wait_for_dependency", "roles::meet"),
         "gives no value",
     ),
     **dict.fromkeys(

@@ -74,12 +74,12 @@ def test_long_work_is_spread_evenly(step: tuple[list[int], list[int], int, int])
 
 
 def test_one_request_is_cut_evenly() -> None:
-    # 48 + 4000 + 8 = 4056 rows of cost for 4 blocks: a cut every 1014, rounded up to 1024
+    # 4000 + 8 rows for 4 blocks, each of which starts once: a cut every 1002, rounded up to 1008
     plan = plan_of([4000], [8], num_ctas=4)
     assert entries(plan) == [
-        [0, 0, 0, 976, 0, 4],
-        [0, 0, 976, 2000, 1, 4],
-        [0, 0, 2000, 3024, 2, 4],
+        [0, 0, 0, 1008, 0, 4],
+        [0, 0, 1008, 2016, 1, 4],
+        [0, 0, 2016, 3024, 2, 4],
         [0, 0, 3024, 4000, 3, 4],
     ]
     assert plan.cta_work.tolist() == [[0, 1, 1, 0], [1, 2, 1, 0], [2, 3, 1, 0], [3, 4, 1, 0]]
