@@ -2,8 +2,8 @@
 // of splits, which only the device knows, and the grid is fixed.
 //
 // A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits, one for every LEAST of
-// them, or for every 2, 4, ... LEAST until all turns find a block at once: the longest row tile keeps
-// most. A block does as many units of one row tile in a turn as it has warps for.
+// them, or for every 2, 4, ... LEAST until all turns find a block at once, or are no more than without
+// sharing: the longest row tile keeps most. A block does as many units of one row tile in a turn as it has warps for.
 // Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all of
 // it at once, and hands it on through registers. Nobody waits, and no load waits for another one but
 // for the rows' bounds, which are needed last.
@@ -107,6 +107,12 @@ struct Turns {
         for (int e = 0; e <= LOG_WARPS; ++e) {
             tiles_of[e] = __popc(__ballot_sync(ALL, splits > 0 && wanted == e));
         }
+        int without = 0;  // turns if nobody shares: as many are free
+#pragma unroll
+        for (int e = 0; e <= LOG_WARPS; ++e) {
+            without += tiles_of[e] * turns_of(0);
+        }
+        const int free_turns = max(static_cast<int>(gridDim.x), without);
         int less = 0;  // what each has to do without, so that all turns find a block
 #pragma unroll
         for (int k = 0; k < LOG_WARPS; ++k) {
@@ -115,7 +121,7 @@ struct Turns {
             for (int e = 0; e <= LOG_WARPS; ++e) {
                 turns += tiles_of[e] * turns_of(e > k ? e - k : 0);
             }
-            less += turns > static_cast<int>(gridDim.x);
+            less += turns > free_turns;
         }
         const int log_sharers = few ? max(wanted - less, 0) : 0;
         known = row_tile * 8 + log_sharers;
