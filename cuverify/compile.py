@@ -115,6 +115,12 @@ _memo_lock = threading.Lock()
 _MEMO_SIZE = 256  # cubins of 20 to 200 KB
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """Return the compute capability of an architecture such as ``sm_90a``."""
+    number = int(re.sub(r"\D", "", arch))
+    return number // 10, number % 10
+
+
 def max_shared_bytes(arch: str) -> int:
     """Return the most shared memory that a block can have on an architecture, in bytes.
 

@@ -8,11 +8,11 @@ from step to step; the plan follows them on the device.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cuverify.compile import capability_of
 from cuverify.narrow import Narrow
 
 VariantName = Literal["portable", "sm90"]
@@ -96,8 +96,7 @@ def variant_of(architecture: tuple[int, int] | None) -> VariantName:
 
 def variants_for(arch: str) -> tuple[VariantName, ...]:
     """Return the texts that the rule can take on an architecture such as ``sm_90a``."""
-    number = int(re.sub(r"\D", "", arch))
-    best = variant_of((number // 10, number % 10))
+    best = variant_of(capability_of(arch))
     return (best,) if best == "portable" else (best, "portable")
 
 

@@ -110,6 +110,7 @@ def test_values_for_moves_on_a_gpu_are_listed(width: int, monkeypatch: pytest.Mo
     layout = relocate._PoolLayout.of([pool], 1)
     on_a_gpu = replace(layout, tensors=tuple(replace(t, device="cuda:0") for t in layout.tensors))
     monkeypatch.setattr(relocate, "grid", lambda *given: 7)
+    monkeypatch.setattr(relocate, "capability", lambda device: (8, 0))
     for capacity in (1, 4, 5, 32, 33, 64, 65, 128, 129, 1024, 1025, 1900):
         shape = relocate._Shape.of(on_a_gpu, capacity, relocate.LIST_ROWS, {})
         assert shape.values in listed, capacity

@@ -1021,7 +1021,7 @@ def test_workspace_of_a_short_list_is_tables() -> None:
     sizes = relocate_workspace(pools, 1024)
     # 72 pieces a row, in columns of 4, since 1,024 threads hold 4 each
     assert {name: buffer.shape for name, buffer in sizes.items()} == {
-        "status": (4,), "places": (61, 4), "columns": (61 * 18, 4),
+        "status": (4,), "places": (61 * 3, 4), "columns": (61 * 18, 4),
     }  # fmt: skip
     few = relocate_workspace(pools, 8)
     assert few.keys() == {"status", "columns"} and few["columns"].shape == (61 * 9, 4)

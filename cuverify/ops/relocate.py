@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
+from cuverify.compile import capability_of
 from cuverify.errors import ArgumentError, LaunchError
 from cuverify.kernel import BoundLaunch, Kernel
-from cuverify.launching import Launched, check_int, grid, number_of
+from cuverify.launching import Launched, capability, check_int, grid, number_of
 from cuverify.sources import KernelSource
 
 LANES = 8
@@ -39,10 +40,12 @@ _PIECE = 16  # bytes of one access
 _NARROW = 4  # and of one where a row is no multiple of that
 _WIDE_ROWS = {"NARROW_ROWS": 0}  # where all rows are whole 16-byte pieces
 LONGER_LISTS = {
-    "LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4, "LIST_UNROLL": 9,
-    "LIST_PREFETCH": 1,
+    "LIST_THREADS": 1024, "LIST_RESIDENT": 1, "LIST_PIECES": 4, "LIST_UNROLL": 3,
+    "LIST_PREFETCH": 2,
 }  # fmt: skip
 """Values for lists of more than LIST_AHEAD rows: those are bandwidth, shorter ones all latency."""
+_WHOLE_ROWS = {**LONGER_LISTS, "LIST_UNROLL": 9, "LIST_PREFETCH": 1}
+"""The same for Hopper GPUs: elsewhere the registers do not suffice."""
 _COLUMN_PIECES = 8  # a cache line of each row
 # Few blocks that fill the GPU: where a launch has nothing to do, its blocks are what it costs.
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
@@ -567,8 +570,9 @@ def launched(arch: str) -> Iterator[Launched]:
     """Yield the `-D` values that this op launches with; see `cuverify.launched`."""
     defaults = relocate_kernels()["relocate_list"].source.known_values()
     known = {name: int(value) for name, value in defaults.items()}
+    architecture = capability_of(arch)
     on_a_gpu = [
-        _gpu_values(capacity, known, one_launch=capacity <= LIST_ROWS)
+        _gpu_values(capacity, known, architecture, one_launch=capacity <= LIST_ROWS)
         for capacity in (*range(1, known["LIST_AHEAD"] + 2), LIST_ROWS + 1)
     ]
     sets = [{**more, **values} for values in on_a_gpu for more in ({}, _WIDE_ROWS)]
@@ -729,7 +733,9 @@ class _Shape:
             # The host lane runs the general text; on a GPU each instruction is fetched, too.
             if all(part.width == _PIECE for part in layout.parts):
                 values = {**_WIDE_ROWS, **values}
-            values = {**_gpu_values(capacity, known, one_launch=one_launch), **values}
+            architecture = capability(layout.first.device)
+            given = _gpu_values(capacity, known, architecture, one_launch=one_launch)
+            values = {**given, **values}
         elif by_row:
             values = {**LONGER_LISTS, **values}
         known.update(values)
@@ -756,12 +762,18 @@ class _Shape:
         )  # fmt: skip
 
 
-def _gpu_values(capacity: int, known: Mapping[str, int], *, one_launch: bool) -> dict[str, int]:
+def _gpu_values(
+    capacity: int,
+    known: Mapping[str, int],
+    architecture: tuple[int, int] | None,
+    *,
+    one_launch: bool,
+) -> dict[str, int]:
     """Return the `-D` values for lists of a capacity on a GPU; `known` are those of the text."""
     if not one_launch:
         return _BLOCKS_ON_A_GPU
     if capacity > known["LIST_AHEAD"]:
-        return LONGER_LISTS
+        return _WHOLE_ROWS if architecture == (9, 0) else LONGER_LISTS
     by_warp = capacity <= known["FEW_ROWS"]
     name, threads = ("FEW_PIECES", _WARP) if by_warp else ("LIST_PIECES", known["LIST_THREADS"])
     pieces = -(-capacity * _COLUMN_PIECES // threads)
