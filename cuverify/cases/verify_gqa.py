@@ -140,7 +140,8 @@ class VerifyGqaStep(ListedStep):
     def poison(self) -> None:
         """Fill outputs, guards and scratch with NaN."""
         self.poison_outputs()
-        for buffer in (self.attend.workspace.partial_out, self.attend.workspace.partial_lse):
+        scratch = self.attend.workspace
+        for buffer in (scratch.partial_out, scratch.partial_lse, scratch.partial_unit):
             fill(buffer, NAN)
 
     def expected(self) -> dict[str, Bounded]:
