@@ -25,9 +25,8 @@
 // probabilities. Where a token has few query rows, those of several tokens are one operand: no row is
 // padded but in a tree's last band of 16.
 //
-// Partials are normalised, with one base-2 log-sum-exp a row, and 16 bits wide: in units that each
-// warp of the values chooses for a row of its columns (partial.cuh). Half the traffic of float32, and
-// a rounding that counts little beside that of `out`.
+// Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
+// of float32, and the rounding is that of `out` itself, averaged over the pieces.
 //
 // A pool of fp8 codes is widened in shared memory, which is exact: cp.async fills a ring of codes,
 // and the thread that fetched a piece writes it as bfloat16 into one of three tiles. Scores and outputs
@@ -44,7 +43,6 @@
 #include "fp8_e4m3.cuh"
 #include "item.cuh"
 #include "merge.cuh"
-#include "partial.cuh"
 #include "prefetch.cuh"
 #include "ptx.cuh"
 #include "roles.cuh"
@@ -138,8 +136,6 @@ constexpr int HELD_STEPS = K_OWN - SHARED_STEPS;
 constexpr int KV_STEPS = TILE / 16;
 constexpr int V_BLOCKS = LATENT / 16;
 constexpr int V_OWN = (V_BLOCKS + VALUE_WARPS - 1) / VALUE_WARPS;
-constexpr int GROUP_COLUMNS = V_OWN * 16;  // that have a unit in common
-constexpr int GROUPS = (V_BLOCKS + V_OWN - 1) / V_OWN;
 
 namespace element = ELEMENT;
 constexpr bool CODES = BYTES_OF(KV_ELEMENT) == 1;
@@ -869,71 +865,29 @@ __device__ __forceinline__ void multiply_half(Accumulators<Bands>& acc, const bi
     }
 }
 
-// Makes outputs of what a row has added up.
-struct Round {
-    float scale;
-
-    __device__ __forceinline__ unsigned operator()(float first, float second) const {
-        return element::pack(first * scale, second * scale);
-    }
-};
-
-// Puts a row of a warp's columns into shared memory. `Half` is 1 for the second 8 rows of a band.
-template <int Half, int Bands, class Pack>
-__device__ __forceinline__ void stage_row(const Accumulators<Bands>& acc, int band, int warp,
-                                          const Pack& pack, bits16* to) {
-#pragma unroll
-    for (int block = 0; block < V_OWN; ++block) {
-        if (has_block(warp, block)) {
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float (&o)[4] = acc.o[block][n][band];
-                *reinterpret_cast<unsigned*>(to + block * 16 + n * 8) =
-                    pack(o[2 * Half], o[2 * Half + 1]);
-            }
-        }
-    }
-}
-
-// Likewise of a partial, and leaves its unit.
-template <int Half, int Bands>
-__device__ __forceinline__ void stage_partial(const Accumulators<Bands>& acc, int band, int warp,
-                                              float scale, bool leads, bits16* to, float* left) {
-    int bound = 0;
-#pragma unroll
-    for (int block = 0; block < V_OWN; ++block) {
-        const float (&o)[2][Bands][4] = acc.o[block];
-        bound = partial::raised(bound, o[0][band][2 * Half], o[0][band][2 * Half + 1],
-                                o[1][band][2 * Half], o[1][band][2 * Half + 1]);
-    }
-    const float unit = partial::unit(partial::of_quad(bound), scale);
-    stage_row<Half>(acc, band, warp, partial::Pack(unit, scale), to);
-    if (leads) {
-        *left = unit;
-    }
-}
-
-// Puts a warp's normalised outputs into shared memory as rows of the row tile: as `out` wants them, or in
-// units that are left in `units`, those of the item's slot.
+// Puts a warp's normalised outputs into shared memory as rows of the row tile.
 template <int Bands>
 __device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, const float* factors,
-                                              int warp, int lane, int rows, float* units,
-                                              bits16* ring) {
+                                              int warp, int lane, bits16* rows) {
 #pragma unroll
     for (int band = 0; band < Bands; ++band) {
         const int row = band * BAND_ROWS + lane / 4;
         const float upper = factors[row];
         const float lower = factors[row + 8];
-        bits16* to = ring + row * OUT_PITCH + warp * GROUP_COLUMNS + lane % 4 * 2;
-        if (units == nullptr) {
-            stage_row<0>(acc, band, warp, Round{upper}, to);
-            stage_row<1>(acc, band, warp, Round{lower}, to + 8 * OUT_PITCH);
-        } else {
-            const bool leads = lane % 4 == 0 && has_block(warp, 0);
-            float* unit = units + warp * ROW_TILE + row;
-            stage_partial<0>(acc, band, warp, upper, leads && row < rows, to, unit);
-            stage_partial<1>(acc, band, warp, lower, leads && row + 8 < rows, to + 8 * OUT_PITCH,
-                             unit + 8);
+        bits16* to = rows + row * OUT_PITCH + warp * V_OWN * 16 + lane % 4 * 2;
+#pragma unroll
+        for (int block = 0; block < V_OWN; ++block) {
+            if (has_block(warp, block)) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const float (&o)[4] = acc.o[block][n][band];
+                    const int column = block * 16 + n * 8;
+                    *reinterpret_cast<unsigned*>(to + column) =
+                        element::pack(o[0] * upper, o[1] * upper);
+                    *reinterpret_cast<unsigned*>(to + 8 * OUT_PITCH + column) =
+                        element::pack(o[2] * lower, o[3] * lower);
+                }
+            }
         }
     }
 }
@@ -942,7 +896,7 @@ __device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, co
 // the ring.
 template <int Bands>
 __device__ __forceinline__ void value_item(const Item& item, const Handed& handed, bits16* ring,
-                                           const KvRows& source, float* partial_unit) {
+                                           const KvRows& source) {
     const Tiles tiles(item);
     kv_bits* const room = reinterpret_cast<kv_bits*>(ring + (CODES ? CODES_AT : 0));
     const auto arriving = [&](int tile) {  // where a tile comes
@@ -1023,9 +977,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
         roles::meet(THREADS);
     }
     const Place own(thread_anew());
-    stage_outputs(acc, handed.factors, own.warp, own.lane, item.rows - item.row_tile * ROW_TILE,
-                  item.slot < 0 ? nullptr : partial_unit + item.slot * (GROUPS * ROW_TILE * 1ll),
-                  ring);
+    stage_outputs(acc, handed.factors, own.warp, own.lane, ring);
 }
 
 }  // namespace
@@ -1062,9 +1014,8 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
-// @param partial_out        scratch int16 [slots, 64, LATENT] align=16  fp16, in partial_unit
+// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
-// @param partial_unit      scratch fp32 [slots, groups, 64]  those columns of a row that a warp has
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
@@ -1081,9 +1032,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const long long* __restrict__ out_cache_loc,
                     const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
                     int words, const int* __restrict__ work, const int* __restrict__ cta_work,
-                    short* __restrict__ partial_out, float* __restrict__ partial_lse,
-                    float* __restrict__ partial_unit, bits16* __restrict__ out,
-                    long long out_stride, float* __restrict__ lse) {
+                    bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                    bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
     CARVE(cursor, uint4, shared_queries, SCORE_WARPS * QUERIES_SHARED * 64);
@@ -1118,20 +1068,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                    draft_kv, draft_stride, out_cache_loc};
             const int bands = bands_of(item);
             if (bands == 1) {
-                value_item<1>(item, handed, ring, source, partial_unit);
+                value_item<1>(item, handed, ring, source);
             } else if (bands == 2) {
-                value_item<2>(item, handed, ring, source, partial_unit);
+                value_item<2>(item, handed, ring, source);
             } else {
-                value_item<BANDS>(item, handed, ring, source, partial_unit);
+                value_item<BANDS>(item, handed, ring, source);
             }
         }
         __syncthreads();
         const int first_row = item.row_tile * ROW_TILE;
         const int pieces = min(ROW_TILE, item.rows - first_row) * OUT_PIECES;
         const long long first_token = item.first_token;
-        bits16* const partial = item.slot < 0 ? nullptr
-                                              : reinterpret_cast<bits16*>(partial_out) +
-                                                    item.slot * (ROW_TILE * LATENT * 1ll);
+        bits16* const partial =
+            item.slot < 0 ? nullptr : partial_out + item.slot * (ROW_TILE * LATENT * 1ll);
 #pragma unroll 4
         for (int piece = thread_anew(); piece < pieces; piece += THREADS) {
             const int row = piece / OUT_PIECES;
@@ -1154,9 +1103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // plan, which was there before, it reads at once. What follows may start as soon.
 //
 // @kernel verify_combine
-// @param partial_out    read   int16 [slots, 64, LATENT] align=16  fp16, in partial_unit
+// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised
 // @param partial_lse    read   fp32 [slots, 64]      base 2
-// @param partial_unit  read   fp32 [slots, groups, 64]
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
 // @param tiles          value  int32                 most row tiles that can be cut
@@ -1167,7 +1115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // @block COMBINE_THREADS
 // @early
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    verify_combine(const short* partial_out, const float* partial_lse, const float* partial_unit,
+    verify_combine(const bits16* partial_out, const float* partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
                    int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                    long long out_stride, float* __restrict__ lse) {
@@ -1180,8 +1128,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     early::launch_dependents();  // they wait until this kernel has ended
     early::wait_for_dependency();
     while (turns.next(turn)) {
-        combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE, GROUP_COLUMNS>(
-            turns, turn, HEADS, partial_out, partial_lse, partial_unit, ROW_TILE, means,
+        combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE>(
+            turns, turn, HEADS, partial_out, partial_lse, ROW_TILE, means,
             [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
                 const int flat = rows.first + row;
                 const long long token = rows.first_token + flat / HEADS;

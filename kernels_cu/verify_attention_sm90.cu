@@ -20,8 +20,6 @@
 // of a slot is of thread t of values warpgroup h, with columns c, c + 1, c + 8, c + 9 for
 // c = 256 h + 16 j + 2 (t % 4), of rows 16 (t / 32) + t % 32 / 4 and the 8th row behind it:
 // {row, c}, {row + 8, c}, {row, c + 8}, {row + 8, c + 8}.
-// They are in units (partial.cuh) of those columns of a row that a thread has of 128: word (q x 128) + t
-// of a slot is the pair of units, in bfloat16, of its columns 128 q to 128 q + 127 of both rows.
 //
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //
@@ -32,12 +30,10 @@
 #define ELEMENT bf16
 #endif
 
-#include "bf16.cuh"
 #include "element.cuh"
 #define WGMMA_TYPES WITH_ELEMENT(PTX_NAME_, ELEMENT) "." WITH_ELEMENT(PTX_NAME_, ELEMENT)
 #include "hopper.cuh"
 #include "merge.cuh"
-#include "partial.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
@@ -652,9 +648,8 @@ __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
 template <int PARTS>
 __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const Item& first,
-                                            int first_chunk, Room room, short* partial_out,
-                                            float* partial_unit, bits16* out, long long out_stride,
-                                            int thread) {
+                                            int first_chunk, Room room, bits16* partial_out,
+                                            bits16* out, long long out_stride, int thread) {
     const int lane = thread % 32;
     const int warp = thread / 32;
     Turn turn;
@@ -748,26 +743,14 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
                         thread;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                const float (&v)[64] = o[part];
-                int of_x = 0;
-                int of_y = 0;
 #pragma unroll
                 for (int i = 0; i < 64; i += 8) {
-                    of_x = partial::raised(of_x, v[i], v[i + 1], v[i + 4], v[i + 5]);
-                    of_y = partial::raised(of_y, v[i + 2], v[i + 3], v[i + 6], v[i + 7]);
-                }
-                const unsigned units =
-                    bf16::pack(partial::unit(of_x, scale_x), partial::unit(of_y, scale_y));
-                partial_unit[(item.slot * (VALUE_CHUNKS / 2) + first_chunk / 2 + part) *
-                                 GROUP_THREADS +
-                             thread] = __uint_as_float(units);  // of less than 4,096 slots
-                const partial::Pack x(bf16::first(units), scale_x);
-                const partial::Pack y(bf16::second(units), scale_y);
-#pragma unroll
-                for (int i = 0; i < 64; i += 8) {
+                    const float (&v)[64] = o[part];
                     store128(to + (part * 8 + i / 8) * 2 * GROUP_THREADS,
-                             make_uint4(x(v[i], v[i + 1]), y(v[i + 2], v[i + 3]),
-                                        x(v[i + 4], v[i + 5]), y(v[i + 6], v[i + 7])));
+                             make_uint4(element::pack(v[i] * scale_x, v[i + 1] * scale_x),
+                                        element::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
+                                        element::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
+                                        element::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
                 }
             }
         } else {
@@ -832,9 +815,8 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, share
-// @param partial_out        scratch int16 [slots, 64, LATENT] align=16  order see above
+// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
-// @param partial_unit      scratch fp32 [slots, 8, 64]      in pairs; order see above
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
@@ -849,9 +831,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                          const bits16* __restrict__ draft_kv, long long draft_stride,
                          const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
                          const word64* __restrict__ visible, int words, const int* work,
-                         const int* __restrict__ cta_work, short* __restrict__ partial_out,
-                         float* __restrict__ partial_lse, float* __restrict__ partial_unit,
-                         bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
+                         const int* __restrict__ cta_work, bits16* __restrict__ partial_out,
+                         float* __restrict__ partial_lse, bits16* __restrict__ out,
+                         long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     const unsigned start = hopper::shared_address(cursor);
     const Room room = {(start + 1023) & ~1023u};
@@ -910,11 +892,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             hopper::arrive_after_copies(room.barrier(FULL));
         }
         if (share.w == 0) {
-            value_items<2>(plan, share, first, part * 4, room, partial_out, partial_unit, out,
-                           out_stride, thread);
+            value_items<2>(plan, share, first, part * 4, room, partial_out, out, out_stride,
+                           thread);
         } else {
-            value_items<1>(plan, share, first, (share.w - 1) * 4 + part * 2, room, partial_out,
-                           partial_unit, out, out_stride, thread);
+            value_items<1>(plan, share, first, (share.w - 1) * 4 + part * 2, room, partial_out, out,
+                           out_stride, thread);
         }
     }
 }
@@ -945,16 +927,14 @@ struct Mean {
         }
     }
 
-    __device__ __forceinline__ void add(float log_weight, float unit, unsigned first,
-                                        unsigned second) {
+    __device__ __forceinline__ void add(float log_weight, unsigned first, unsigned second) {
         const float factor =
             log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
         weight += factor;
-        const float share = factor * unit;
-        value[0] = fmaf(share, partial::first(first), value[0]);
-        value[1] = fmaf(share, partial::second(first), value[1]);
-        value[2] = fmaf(share, partial::first(second), value[2]);
-        value[3] = fmaf(share, partial::second(second), value[3]);
+        value[0] = fmaf(factor, element::first(first), value[0]);
+        value[1] = fmaf(factor, element::second(first), value[1]);
+        value[2] = fmaf(factor, element::first(second), value[2]);
+        value[3] = fmaf(factor, element::second(second), value[3]);
     }
 };
 
@@ -965,14 +945,12 @@ struct Place {
     int piece;
     int row;     // and the 8th behind it
     int column;  // and the next, and both of the 8th behind it
-    int units;   // those of lane 0
 
     __device__ __forceinline__ Place(int unit, int lane) {
         const int owner = unit % 8;  // of the eight warps of the values groups
         piece = unit * 32 + lane;
         row = owner % 4 * 16 + lane / 4;
         column = owner / 4 * 256 + unit / 8 * 16 + lane % 4 * 2;
-        units = column / 128 * GROUP_THREADS + owner % 4 * 32;
     }
 };
 
@@ -986,11 +964,10 @@ constexpr int WEIGHTS =
 // Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
 // shared memory, where they take no registers, and the loops are short: a step is so brief that
 // instructions count that are met once. `present` is false in a lane whose rows are of no query.
-__device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out,
-                                       const float* partial_lse, const float* partial_unit,
-                                       const Place& own, bool present, int slot, int end,
-                                       int log_step, uint4* pieces, float* weights,
-                                       unsigned* units) {
+__device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_out,
+                                       const float* partial_lse, const Place& own, bool present,
+                                       int slot, int end, int log_step, uint4* pieces,
+                                       float* weights) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int first_row = own.row - lane / 4;
     const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
@@ -1004,13 +981,6 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out
             const int from = slot + (k << log_step);  // of less than 4,096 slots
             ptx::cp_async16(weights + k * WEIGHT_ROWS + lane % 4 * 4,
                             partial_lse + from * ROW_TILE + first_row + lane % 4 * 4);
-        }
-#pragma unroll 1
-        for (int k = lane / 8; k < count; k += 4) {
-            const int from = slot + (k << log_step);
-            ptx::cp_async16(
-                units + k * 32 + lane % 8 * 4,
-                partial_unit + from * (VALUE_CHUNKS * ROW_TILE) + own.units + lane % 8 * 4);
         }
         const int own_count = present ? count : 0;
 #pragma unroll 1
@@ -1033,24 +1003,21 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out
 #pragma unroll 1
         for (int first = 0; first < own_count; first += 3) {
             float weight[3][2];
-            unsigned unit[3];
             uint4 value[3];
 #pragma unroll
             for (int k = 0; k < 3; ++k) {
                 weight[k][0] = weight[k][1] = minus_infinity();
-                unit[k] = 0;
                 value[k] = make_uint4(0, 0, 0, 0);
                 if (first + k < own_count) {
                     weight[k][0] = weights[(first + k) * WEIGHT_ROWS + upper];
                     weight[k][1] = weights[(first + k) * WEIGHT_ROWS + lower];
-                    unit[k] = units[(first + k) * 32 + lane];
                     value[k] = load128(pieces + (first + k) * 32 + lane);
                 }
             }
 #pragma unroll
             for (int k = 0; k < 3; ++k) {
-                mean[0].add(weight[k][0], bf16::first(unit[k]), value[k].x, value[k].z);
-                mean[1].add(weight[k][1], bf16::second(unit[k]), value[k].y, value[k].w);
+                mean[0].add(weight[k][0], value[k].x, value[k].z);
+                mean[1].add(weight[k][1], value[k].y, value[k].w);
             }
         }
     }
@@ -1139,9 +1106,8 @@ struct Target {
 // @kernel verify_combine_sm90
 // @arch sm_90a
 // @early
-// @param partial_out    read   int16 [slots, 64, LATENT] align=16  order see above
+// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
 // @param partial_lse    read   fp32 [slots, 64] align=16  base 2
-// @param partial_unit  read   fp32 [slots, 8, 64] align=16  in pairs; order see above
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
 // @param tiles          value  int32                 most row tiles that can be cut
@@ -1150,16 +1116,17 @@ struct Target {
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
 // @block COMBINE_THREADS
-// @shared (COMBINE_THREADS // 32) * (COMBINE_UNROLL * 640 + (COMBINE_UNROLL + 7) // 8 * 512)
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) verify_combine_sm90(
-    const short* __restrict__ partial_out, const float* __restrict__ partial_lse,
-    const float* __restrict__ partial_unit, const int* __restrict__ combine_indptr,
-    const int* __restrict__ combine_tiles, int tiles, const QO_INDEX* __restrict__ qo_indptr,
-    bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
+// @shared (COMBINE_THREADS // 32) * (COMBINE_UNROLL * 512 + (COMBINE_UNROLL + 7) // 8 * 512)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
+    verify_combine_sm90(const bits16* __restrict__ partial_out,
+                        const float* __restrict__ partial_lse,
+                        const int* __restrict__ combine_indptr,
+                        const int* __restrict__ combine_tiles, int tiles,
+                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                        long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
     CARVE(cursor, float, weights, COMBINE_WARPS * WEIGHTS * WEIGHT_ROWS);
-    CARVE(cursor, unsigned, units, COMBINE_WARPS * COMBINE_UNROLL * 32);
     SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -1176,10 +1143,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) verify_combine_
         mean[0].clear();
         mean[1].clear();
         hopper::wait_for_dependency();
-        gather(mean, partial_out, partial_lse, partial_unit, own, to.rows.has(own.row),
+        gather(mean, partial_out, partial_lse, own, to.rows.has(own.row),
                turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers,
-               pieces + warp * COMBINE_UNROLL * 32, weights + warp * WEIGHTS * WEIGHT_ROWS,
-               units + warp * COMBINE_UNROLL * 32);
+               pieces + warp * COMBINE_UNROLL * 32, weights + warp * WEIGHTS * WEIGHT_ROWS);
         if (sharing == 1) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

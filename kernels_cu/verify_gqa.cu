@@ -22,8 +22,7 @@
 // leaves the registers. Keys and values of a tile lie in shared memory once, in a ring that cp.async
 // fills, with the pieces of a row exchanged by the row's number, so that ldmatrix meets no bank twice.
 //
-// Partials are normalised, with one base-2 log-sum-exp a row, and 16 bits wide: in units of each
-// row (partial.cuh).
+// Partials are bfloat16, normalised, with one base-2 log-sum-exp a row.
 //
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //
@@ -33,7 +32,6 @@
 #include "combine.cuh"
 #include "item.cuh"
 #include "merge.cuh"
-#include "partial.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
@@ -75,8 +73,9 @@
 #endif
 // splits that a warp of verify_gqa_combine has in flight
 #ifndef COMBINE_UNROLL
-#define COMBINE_UNROLL 4
+#define COMBINE_UNROLL 5
 #endif
+
 // splits that are worth a further warp
 #ifndef COMBINE_LEAST
 #define COMBINE_LEAST 4
@@ -523,27 +522,28 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 // @param words              value   int32                   1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
-// @param partial_out scratch int16 [slots, kv_heads, ROWS, 128] align=16  fp16, in partial_unit
+// @param partial_out scratch bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
 // @param partial_lse        scratch fp32 [slots, kv_heads, ROWS]  base 2
-// @param partial_unit       scratch fp32 [slots, kv_heads, ROWS]
 // @param out write bf16 [tokens, kv_heads * GROUP, 128] stride=(out_stride, 128, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, kv_heads * GROUP]  natural logarithm
 // @block 128
 // @shared STAGES * 2 * TILE * 128 * 2 + ROWS * 32 + 48
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) verify_gqa_partials(
-    const bits16* __restrict__ q, long long q_stride, long long q_head_stride, float sm_scale,
-    const bits16* __restrict__ k_buffer, long long k_stride, long long k_head_stride,
-    const bits16* __restrict__ v_buffer, long long v_stride, long long v_head_stride,
-    long long num_slots, int kv_heads, const int* __restrict__ kv_indptr,
-    const KV_INDEX* __restrict__ kv_indices, const bits16* __restrict__ k_extend,
-    long long k_extend_stride, long long k_extend_head_stride, const bits16* __restrict__ v_extend,
-    long long v_extend_stride, long long v_extend_head_stride,
-    const long long* __restrict__ out_cache_loc, const QO_INDEX* __restrict__ qo_indptr,
-    const word64* __restrict__ visible, int words, const int* __restrict__ work,
-    const int* __restrict__ cta_work, short* __restrict__ partial_out,
-    float* __restrict__ partial_lse, float* __restrict__ partial_unit, bits16* __restrict__ out,
-    long long out_stride, float* __restrict__ lse) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    verify_gqa_partials(const bits16* __restrict__ q, long long q_stride, long long q_head_stride,
+                        float sm_scale, const bits16* __restrict__ k_buffer, long long k_stride,
+                        long long k_head_stride, const bits16* __restrict__ v_buffer,
+                        long long v_stride, long long v_head_stride, long long num_slots,
+                        int kv_heads, const int* __restrict__ kv_indptr,
+                        const KV_INDEX* __restrict__ kv_indices,
+                        const bits16* __restrict__ k_extend, long long k_extend_stride,
+                        long long k_extend_head_stride, const bits16* __restrict__ v_extend,
+                        long long v_extend_stride, long long v_extend_head_stride,
+                        const long long* __restrict__ out_cache_loc,
+                        const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
+                        int words, const int* __restrict__ work, const int* __restrict__ cta_work,
+                        bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                        bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * STAGE);
     CARVE(cursor, unsigned, masks, ROWS* MASK_WORDS);
@@ -647,32 +647,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) verify_gqa_parti
                         partial_lse[at * ROWS + row] = log_sum;
                     }
                 }
-                unsigned* to = reinterpret_cast<unsigned*>(ring + row * OUT_PITCH) + own.lane % 4;
-                if (item.slot < 0) {
+                bits16* to = ring + row * OUT_PITCH + own.lane % 4 * 2;
 #pragma unroll
-                    for (int block = 0; block < 2 * STEPS; ++block) {
-                        const float (&o)[4] = state.o[block];
-                        to[block * 4] =
-                            bf16::pack(o[half * 2] * inverse, o[half * 2 + 1] * inverse);
-                    }
-                } else {
-                    int bound = 0;
-#pragma unroll
-                    for (int block = 0; block < 2 * STEPS; ++block) {
-                        const float (&o)[4] = state.o[block];
-                        bound = partial::raised(bound, o[half * 2], o[half * 2 + 1]);
-                    }
-                    const float unit = partial::unit(partial::of_quad(bound), inverse);
-                    const partial::Pack pack(unit, inverse);
-#pragma unroll
-                    for (int block = 0; block < 2 * STEPS; ++block) {
-                        const float (&o)[4] = state.o[block];
-                        to[block * 4] = pack(o[half * 2], o[half * 2 + 1]);
-                    }
-                    if (own.lane % 4 == 0 && flat < item.rows) {
-                        const long long at = item.slot * static_cast<long long>(kv_heads) + kv_head;
-                        partial_unit[at * ROWS + row] = unit;
-                    }
+                for (int block = 0; block < 2 * STEPS; ++block) {
+                    const float (&o)[4] = state.o[block];
+                    *reinterpret_cast<unsigned*>(to + block * 8) =
+                        bf16::pack(o[half * 2] * inverse, o[half * 2 + 1] * inverse);
                 }
             }
         }
@@ -689,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) verify_gqa_parti
                     to = out + token * out_stride + (kv_head * GROUP + flat % GROUP) * DIM;
                 } else {
                     const long long at = item.slot * static_cast<long long>(kv_heads) + kv_head;
-                    to = reinterpret_cast<bits16*>(partial_out) + (at * ROWS + row) * DIM;
+                    to = partial_out + (at * ROWS + row) * DIM;
                 }
                 store128(to + column, load128(ring + row * OUT_PITCH + column));
             }
@@ -704,9 +684,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) verify_gqa_parti
 // plan.
 //
 // @kernel verify_gqa_combine
-// @param partial_out    read   int16 [slots, kv_heads, ROWS, 128] align=16  fp16, in partial_unit
+// @param partial_out    read   bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
 // @param partial_lse    read   fp32 [slots, kv_heads, ROWS]  base 2
-// @param partial_unit  read   fp32 [slots, kv_heads, ROWS]
 // @param kv_heads       value  int32
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
@@ -717,8 +696,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) verify_gqa_parti
 // @param lse            update fp32 [tokens, kv_heads * GROUP]  natural logarithm
 // @block COMBINE_THREADS
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    verify_gqa_combine(const short* __restrict__ partial_out, const float* __restrict__ partial_lse,
-                       const float* __restrict__ partial_unit, int kv_heads,
+    verify_gqa_combine(const bits16* __restrict__ partial_out,
+                       const float* __restrict__ partial_lse, int kv_heads,
                        const int* __restrict__ combine_indptr,
                        const int* __restrict__ combine_tiles, int tiles,
                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
@@ -731,10 +710,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     while (turns.next(turn)) {
-        combine::units<COMBINE_WARPS, COMBINE_UNROLL, UNITS, ROWS, DIM>(
+        combine::units<COMBINE_WARPS, COMBINE_UNROLL, UNITS, ROWS>(
             turns, turn, GROUP, partial_out + static_cast<long long>(kv_head) * ROWS * DIM,
-            partial_lse + static_cast<long long>(kv_head) * ROWS,
-            partial_unit + static_cast<long long>(kv_head) * ROWS, kv_heads * ROWS, means,
+            partial_lse + static_cast<long long>(kv_head) * ROWS, kv_heads * ROWS, means,
             [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
                 const int flat = rows.first + row;
                 const long long token = rows.first_token + flat / GROUP;

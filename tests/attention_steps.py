@@ -151,7 +151,9 @@ class VerifyStep:
             values=plan_values,
             **table,
         )
-        self.workspace = AttentionWorkspace.allocate(self.out, plan=self.plan, latent=batch.latent)
+        self.workspace = AttentionWorkspace.allocate(
+            self.out, plan=self.plan, latent=batch.latent, dtype=batch.dtype
+        )
         separate = batch.draft_source == "separate"
         self.attention = VerifyAttention(
             given["q"],
@@ -226,11 +228,9 @@ class VerifyStep:
             self.tensors[name][tuple(slice(n) for n in fresh.shape)] = fresh
 
     def poison(self) -> None:
-        for tensor in (self.storage, self.lse):
+        for tensor in (self.storage, self.lse, self.workspace.partial_out):
             tensor[:] = float("nan") if self.xp != "numpy" or tensor.dtype.kind == "f" else POISON
-        self.workspace.partial_out[:] = -1
         self.workspace.partial_lse[:] = float("nan")
-        self.workspace.partial_unit[:] = float("nan")
 
     def __call__(self) -> None:
         self.plan()
@@ -251,9 +251,8 @@ class VerifyStep:
         written = bits if self.batch.dtype == "bf16" else bits.view(np.float16)
         tokens, right = self.batch.num_tokens, dense(self.batch)
         out, found = widen(written[:tokens]), []
-        # weights and the result are rounded once each, and partials to 11 bits; fp16 has a smallest step
-        roundings, least = (2.2, 1e-30) if self.batch.dtype == "bf16" else (3.1, 1e-6)
-        allowed = roundings * unit * right.magnitude + least
+        # weights, partials and the result are rounded once each; fp16 has a smallest step
+        allowed = 3.1 * unit * right.magnitude + (1e-30 if self.batch.dtype == "bf16" else 1e-6)
         off = ~(np.abs(out - right.out) <= allowed)
         if off.any():
             at = tuple(np.argwhere(off)[0].tolist())

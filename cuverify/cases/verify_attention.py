@@ -156,7 +156,7 @@ class VerifyAttentionStep(ListedStep):
         """Fill outputs, guards and scratch with NaN."""
         self.poison_outputs()
         scratch = self.attend.workspace
-        for buffer in (scratch.partial_out, scratch.partial_lse, scratch.partial_unit):
+        for buffer in (scratch.partial_out, scratch.partial_lse):
             fill(buffer, NAN)
 
     def expected(self) -> dict[str, Bounded]:

@@ -35,7 +35,7 @@ from cuverify.launching import (
     shared_room,
     whole,
 )
-from cuverify.narrow import Narrow
+from cuverify.narrow import STORED, Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
 from cuverify.sources import KernelSource, Value
 from cuverify.tuning import choice_for, choices_of
@@ -58,6 +58,7 @@ def verify_workspace(
     num_ctas: int,
     *,
     latent: int = 512,
+    dtype: Element = "bf16",
 ) -> dict[str, Buffer]:
     """Return all buffers that a verify step needs besides its inputs and outputs.
 
@@ -73,6 +74,8 @@ def verify_workspace(
         Blocks that run `verify_partials`.
     latent : int
         Columns of an output row.
+    dtype : {"bf16", "fp16"}
+        Of the outputs.
 
     Returns
     -------
@@ -83,23 +86,16 @@ def verify_workspace(
     if number is None or number < 8 or number % 8:
         raise ArgumentError("heads", heads, "wants a multiple of 8")
     plan = plan_workspace(max_batch, max_tokens, number, num_ctas)
-    return plan | _partials(plan["work"].shape[0], plan["cta_work"].shape[0], latent)
+    return plan | _partials(plan["work"].shape[0], plan["cta_work"].shape[0], latent, dtype)
 
 
-def _partials(max_work: int, num_ctas: int, latent: int) -> dict[str, Buffer]:
+def _partials(max_work: int, num_ctas: int, latent: int, dtype: Element) -> dict[str, Buffer]:
     # A cut gives at most two slots for each block beside it, and no entry has more than one.
     slots = min(2 * num_ctas, max_work)
     return {
-        "partial_out": Buffer((slots, ROW_TILE, latent), "int16"),
+        "partial_out": Buffer((slots, ROW_TILE, latent), STORED[dtype]),
         "partial_lse": Buffer((slots, ROW_TILE), "float32"),
-        "partial_unit": Buffer((slots, _groups(latent), ROW_TILE), "float32"),
     }
-
-
-def _groups(latent: int) -> int:
-    # Eight warps divide the columns in blocks of 16, and each has a unit for a row of its own.
-    blocks = latent // 16
-    return -(-blocks // max(1, -(-blocks // 8)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,25 +106,22 @@ class AttentionWorkspace:
 
     Attributes
     ----------
-    partial_out : tensor of int16, shape (slots, 64, latent)
-        Normalised outputs of one piece, in the order of the text that attends: half precision, in
-        units.
+    partial_out : tensor of bfloat16 or float16 (that of the outputs), shape (slots, 64, latent)
+        Normalised outputs of one piece, in the order of the text that attends.
     partial_lse : tensor of float32, shape (slots, 64)
         Their log-sum-exps, to base 2.
-    partial_unit : tensor of float32, shape (slots, groups, 64)
-        What a 1 of them means, for a group of columns of a row, likewise in the order of the text.
-        Where one of them is not finite, all that share its unit become NaN.
     """
 
     partial_out: Any
     partial_lse: Any
-    partial_unit: Any
 
     @classmethod
-    def allocate(cls, like: Any, *, plan: VerifyPlan, latent: int = 512) -> AttentionWorkspace:
+    def allocate(
+        cls, like: Any, *, plan: VerifyPlan, latent: int = 512, dtype: Element = "bf16"
+    ) -> AttentionWorkspace:
         """Return new buffers for a plan, of the library and on the device of the tensor `like`."""
         work = plan_workspace(plan.batch, plan.max_tokens, plan.heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent, dtype)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
 
@@ -264,7 +257,7 @@ class VerifyAttention:
         else:
             inputs.append(tensor_of("out_cache_loc", out_cache_loc))
         if workspace is None:
-            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent)
+            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent, dtype=element)
         held = {
             f"workspace.{field.name}": tensor_of(
                 f"workspace.{field.name}", getattr(workspace, field.name)
@@ -272,7 +265,7 @@ class VerifyAttention:
             for field in fields(workspace)
         }
         work = plan_workspace(plan.batch, plan.max_tokens, heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent, element)
         check_workspace(held, sizes, f"{work.shape[0]} entries of work on {plan.num_ctas} blocks")
         planned = [
             *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
@@ -320,11 +313,11 @@ class VerifyAttention:
             None if draft is None else draft.owner, 0 if draft is None else draft.strides[0],
             out_cache_loc, plan.qo_indptr, visible, inputs[3].shape[1],
             buffers.work, buffers.cta_work, workspace.partial_out, workspace.partial_lse,
-            workspace.partial_unit, out, out_stride, lse,
+            out, out_stride, lse,
         )  # fmt: skip
         self.combine = combine.bind(
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
-            workspace.partial_out, workspace.partial_lse, workspace.partial_unit,
+            workspace.partial_out, workspace.partial_lse,
             buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
             plan.num_ctas, plan.qo_indptr, out, out_stride, lse,
         )  # fmt: skip

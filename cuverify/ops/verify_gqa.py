@@ -215,9 +215,8 @@ def _partials(plan: VerifyPlan, rows: int, kv_heads: int) -> dict[str, Buffer]:
     # A cut gives at most two slots for each block beside it, and no entry has more than one.
     slots = min(2 * plan.num_ctas, work.shape[0])
     return {
-        "partial_out": Buffer((slots, kv_heads, rows, HEAD_DIM), "int16"),
+        "partial_out": Buffer((slots, kv_heads, rows, HEAD_DIM), "bf16"),
         "partial_lse": Buffer((slots, kv_heads, rows), "float32"),
-        "partial_unit": Buffer((slots, kv_heads, rows), "float32"),
     }
 
 
@@ -229,17 +228,14 @@ class GqaWorkspace:
 
     Attributes
     ----------
-    partial_out : tensor of int16, shape (slots, kv_heads, rows, 128)
-        Normalised outputs of one piece: half precision, in units.
+    partial_out : tensor of bfloat16, shape (slots, kv_heads, rows, 128)
+        Normalised outputs of one piece.
     partial_lse : tensor of float32, shape (slots, kv_heads, rows)
         Their log-sum-exps, to base 2.
-    partial_unit : tensor of float32, shape (slots, kv_heads, rows)
-        What a 1 of them means, for each row. Where one of them is not finite, its row becomes NaN.
     """
 
     partial_out: Any
     partial_lse: Any
-    partial_unit: Any
 
     @classmethod
     def allocate(cls, like: Any, *, plan: VerifyPlan, group: int, kv_heads: int) -> GqaWorkspace:
@@ -420,12 +416,11 @@ class VerifyGqa:
             k_buffer, *keys.strides[:2], v_buffer, *pool_values.strides[:2], slots, kv_heads,
             plan.kv_indptr, plan.kv_indices, *extends, out_cache_loc,
             plan.qo_indptr, visible, words.shape[1], buffers.work, buffers.cta_work,
-            workspace.partial_out, workspace.partial_lse, workspace.partial_unit,
-            out, outputs["out"].strides[0], lse,
+            workspace.partial_out, workspace.partial_lse, out, outputs["out"].strides[0], lse,
         )  # fmt: skip
         self.combine = combine.bind(
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
-            workspace.partial_out, workspace.partial_lse, workspace.partial_unit, kv_heads,
+            workspace.partial_out, workspace.partial_lse, kv_heads,
             buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
             plan.num_ctas, plan.qo_indptr, out, outputs["out"].strides[0], lse,
         )  # fmt: skip

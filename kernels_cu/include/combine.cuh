@@ -1,16 +1,15 @@
 // Merges the pieces of a row tile: the mean of its partial slots, weighted by their log-sum-exps.
 //
-// A row is a number of pieces, a piece is 8 columns, and 32 pieces are a unit;
+// A row is a number of pieces, a piece is 8 columns of ELEMENT, and 32 pieces are a unit;
 // merge.cuh says which warps do which units. What several warps have read meets in shared memory.
 #pragma once
 
 #include "element.cuh"
 #include "merge.cuh"
-#include "partial.cuh"
 #include "ptx.cuh"
 #include "vector.cuh"
 
-// the type of outputs: bf16 or fp16
+// the type of partials and outputs: bf16 or fp16
 #ifndef ELEMENT
 #define ELEMENT bf16
 #endif
@@ -51,16 +50,15 @@ struct Mean {
         }
     }
 
-    __device__ __forceinline__ void add(float log_weight, float unit, uint4 row) {
+    __device__ __forceinline__ void add(float log_weight, uint4 row) {
         const float factor =
             log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
         const unsigned pairs[4] = {row.x, row.y, row.z, row.w};
         weight += factor;
-        const float share = factor * unit;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            value[2 * i] = fmaf(share, partial::first(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = fmaf(share, partial::second(pairs[i]), value[2 * i + 1]);
+            value[2 * i] = fmaf(factor, element::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, element::second(pairs[i]), value[2 * i + 1]);
         }
     }
 };
@@ -71,15 +69,13 @@ using Means = float[WARPS][PIECE + 2][32];
 
 // Does the units of one turn, of row tiles of SIZE rows and `heads` rows a token. A row tile has UNITS of
 // them, and a slot `slot_rows` rows, of which those from `partial_out` and `partial_lse` on are the row
-// tile's; its units begin at `partial_unit`, for COLUMNS columns of all rows at a time. `write(rows, row, piece, columns, lse)` takes a piece of a row of the row tile and the
+// tile's. `write(rows, row, piece, columns, lse)` takes a piece of a row of the row tile and the
 // log-sum-exp to base 2. All threads of the block take part.
-template <int WARPS, int UNROLL, int UNITS, int SIZE, int COLUMNS, class Turns, class Write>
+template <int WARPS, int UNROLL, int UNITS, int SIZE, class Turns, class Write>
 __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& turn, int heads,
-                                      const short* partial_out, const float* partial_lse,
-                                      const float* partial_unit, int slot_rows, Means<WARPS>& means,
-                                      const Write& write) {
+                                      const unsigned short* partial_out, const float* partial_lse,
+                                      int slot_rows, Means<WARPS>& means, const Write& write) {
     constexpr int ROW_PIECES = UNITS * 32 / SIZE;
-    constexpr int GROUPS = (ROW_PIECES * PIECE + COLUMNS - 1) / COLUMNS;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const int sharing = turn.sharers();
@@ -93,19 +89,15 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
         for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
              slot += sharing * UNROLL) {
             float weights[UNROLL];
-            float units[UNROLL];
             uint4 values[UNROLL];
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) {
                 weights[k] = minus_infinity();
-                units[k] = 0.0f;
                 values[k] = make_uint4(0, 0, 0, 0);
                 if (given && slot + k * sharing < turn.end) {
                     // 4,096 slots of 1,024 heads of 64 rows are counted in 32 bits
-                    const int first = (slot + k * sharing) * slot_rows;
-                    const int at = first + row;
+                    const int at = (slot + k * sharing) * slot_rows + row;
                     weights[k] = partial_lse[at];
-                    units[k] = partial_unit[first * GROUPS + column / COLUMNS * SIZE + row];
                     values[k] = load128(partial_out +
                                         static_cast<long long>(at) * (ROW_PIECES * PIECE) + column);
                 }
@@ -118,7 +110,7 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
             mean.raise(largest);
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) {
-                mean.add(weights[k], units[k], values[k]);
+                mean.add(weights[k], values[k]);
             }
         }
     }
