@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuverify.buffers import wrong
 from cuverify.errors import ArgumentError
@@ -122,6 +122,21 @@ def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocess
         return check_blocks("num_ctas", num_ctas)
     count = multiprocessors(device)
     return max(1, min(useful, HOST_CTAS if count is None else per_multiprocessor * count))
+
+
+def partial_type(partial: Any, kv_scale: float = 1.0) -> Literal["fp16", "bf16"]:
+    """Return the type of partials: what the caller says, else one that fits a scale of codes.
+
+    Raises
+    ------
+    ArgumentError
+        The caller says none of the two.
+    """
+    if partial is None:
+        return "fp16" if 2.0**-8 <= kv_scale <= 2.0**7 else "bf16"
+    if partial not in ("fp16", "bf16"):
+        raise ArgumentError("partial", partial, "wants 'fp16' or 'bf16'")
+    return "fp16" if partial == "fp16" else "bf16"
 
 
 def index_ctype(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from cuverify.verify_variants import choose_variant
 
 if TYPE_CHECKING:
     from cuverify.narrow import Narrow
-    from cuverify.ops.verify_attention import Element, VerifyAttention
+    from cuverify.ops.verify_attention import VerifyAttention
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.reference.verify_attention import Attention
     from cuverify.verify_problem import DeviceBounds, Problem
@@ -92,7 +92,6 @@ class OwnAttention:
                 sm_scale=problem.sm_scale,
                 pool=pool,
             )
-        dtype: Element = "fp16" if pool == "fp16" else "bf16"
         workspace = PlanWorkspace.allocate(
             problem.seq_lens,
             max_batch=shape.batch,
@@ -121,7 +120,7 @@ class OwnAttention:
         # The plan knows lengths alone: copies share its buffers and differ in their index lists.
         for prefix, drafts in zip(problem.prefix_slots, problem.draft_slots, strict=True):
             plan = plan_of(kv_indices=prefix, kv_indptr=problem.kv_indptr)
-            scratch = scratch or AttentionWorkspace.allocate(out, plan=plan, dtype=dtype)
+            scratch = scratch or AttentionWorkspace.allocate(out, plan=plan)
             layers.append(
                 VerifyAttention(
                     problem.q,

@@ -80,8 +80,11 @@ def write(buffer: Any, values: NDArray[Any]) -> None:
 def fill(buffer: Any, value: float | int) -> None:
     """Fill a buffer with one number; NaN is a bit pattern where the buffer holds integers for it.
 
-    That is `NAN_BITS` in a numpy buffer of bf16, and the NaN of e4m3 in any buffer of uint8.
+    That is `NAN_BITS` in a numpy buffer of bf16, the NaN of e4m3 in any buffer of uint8, and -1,
+    which is NaN in half precision and in bf16, in any of int16.
     """
+    if value != value and str(buffer.dtype).removeprefix("torch.") == "int16":
+        value = -1
     if value != value and str(buffer.dtype).endswith("uint8"):
         value = int(NAN["fp8_e4m3"])
     if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint16 and value != value:

@@ -198,11 +198,11 @@ class DrawnVerifyStep:
 
     def poison(self) -> None:
         """Fill all outputs and the attention's scratch."""
-        scratch = (self.step.workspace.partial_out, self.step.workspace.partial_lse)
+        scratch = self.step.workspace
         for name, buffer in self.outputs.items():
             is_float = name.startswith(("out of", "lse of"))
             fill(buffer, float("nan") if is_float else _POISON)
-        for buffer in scratch:
+        for buffer in (scratch.partial_out, scratch.partial_lse):
             fill(buffer, float("nan"))
 
     def expected(self) -> dict[str, NDArray[Any] | Bounded]:

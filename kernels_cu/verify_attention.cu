@@ -43,6 +43,7 @@
 #include "fp8_e4m3.cuh"
 #include "item.cuh"
 #include "merge.cuh"
+#include "partial.cuh"
 #include "prefetch.cuh"
 #include "ptx.cuh"
 #include "roles.cuh"
@@ -865,7 +866,8 @@ __device__ __forceinline__ void multiply_half(Accumulators<Bands>& acc, const bi
     }
 }
 
-// Puts a warp's normalised outputs into shared memory as rows of the row tile.
+// Puts a warp's normalised outputs into shared memory as rows of the row tile, in the type of partials:
+// loops for outputs, too, would be fetched by every item and cost more than their copy rounds again.
 template <int Bands>
 __device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, const float* factors,
                                               int warp, int lane, bits16* rows) {
@@ -883,9 +885,9 @@ __device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, co
                     const float (&o)[4] = acc.o[block][n][band];
                     const int column = block * 16 + n * 8;
                     *reinterpret_cast<unsigned*>(to + column) =
-                        element::pack(o[0] * upper, o[1] * upper);
+                        partials::pack(o[0] * upper, o[1] * upper);
                     *reinterpret_cast<unsigned*>(to + 8 * OUT_PITCH + column) =
-                        element::pack(o[2] * lower, o[3] * lower);
+                        partials::pack(o[2] * lower, o[3] * lower);
                 }
             }
         }
@@ -1014,7 +1016,7 @@ __device__ __forceinline__ void value_item(const Item& item, const Handed& hande
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
-// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised
+// @param partial_out        scratch int16 [slots, 64, LATENT] align=16  PARTIAL, normalised
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
@@ -1032,7 +1034,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const long long* __restrict__ out_cache_loc,
                     const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
                     int words, const int* __restrict__ work, const int* __restrict__ cta_work,
-                    bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                    short* __restrict__ partial_out, float* __restrict__ partial_lse,
                     bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * TILE * PITCH);
@@ -1079,8 +1081,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int first_row = item.row_tile * ROW_TILE;
         const int pieces = min(ROW_TILE, item.rows - first_row) * OUT_PIECES;
         const long long first_token = item.first_token;
-        bits16* const partial =
-            item.slot < 0 ? nullptr : partial_out + item.slot * (ROW_TILE * LATENT * 1ll);
+        bits16* const partial = item.slot < 0 ? nullptr
+                                              : reinterpret_cast<bits16*>(partial_out) +
+                                                    item.slot * (ROW_TILE * LATENT * 1ll);
 #pragma unroll 4
         for (int piece = thread_anew(); piece < pieces; piece += THREADS) {
             const int row = piece / OUT_PIECES;
@@ -1089,7 +1092,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             bits16* to = partial != nullptr ? partial + row * LATENT + column
                                             : out + (first_token + flat / HEADS) * out_stride +
                                                   flat % HEADS * LATENT + column;
-            store128(to, load128(ring + row * OUT_PITCH + column));
+            const uint4 columns = load128(ring + row * OUT_PITCH + column);
+            store128(to, partial != nullptr ? columns : combine::rounded(columns));
         }
         __syncthreads();  // the ring is filled anew
     }
@@ -1103,7 +1107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // plan, which was there before, it reads at once. What follows may start as soon.
 //
 // @kernel verify_combine
-// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised
+// @param partial_out    read   int16 [slots, 64, LATENT] align=16  PARTIAL, normalised
 // @param partial_lse    read   fp32 [slots, 64]      base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
@@ -1115,7 +1119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // @block COMBINE_THREADS
 // @early
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    verify_combine(const bits16* partial_out, const float* partial_lse,
+    verify_combine(const short* partial_out, const float* partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
                    int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                    long long out_stride, float* __restrict__ lse) {

@@ -34,6 +34,7 @@
 #define WGMMA_TYPES WITH_ELEMENT(PTX_NAME_, ELEMENT) "." WITH_ELEMENT(PTX_NAME_, ELEMENT)
 #include "hopper.cuh"
 #include "merge.cuh"
+#include "partial.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "vector.cuh"
@@ -648,7 +649,7 @@ __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
 template <int PARTS>
 __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const Item& first,
-                                            int first_chunk, Room room, bits16* partial_out,
+                                            int first_chunk, Room room, short* partial_out,
                                             bits16* out, long long out_stride, int thread) {
     const int lane = thread % 32;
     const int warp = thread / 32;
@@ -747,10 +748,10 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
                 for (int i = 0; i < 64; i += 8) {
                     const float (&v)[64] = o[part];
                     store128(to + (part * 8 + i / 8) * 2 * GROUP_THREADS,
-                             make_uint4(element::pack(v[i] * scale_x, v[i + 1] * scale_x),
-                                        element::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
-                                        element::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
-                                        element::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
+                             make_uint4(partials::pack(v[i] * scale_x, v[i + 1] * scale_x),
+                                        partials::pack(v[i + 2] * scale_y, v[i + 3] * scale_y),
+                                        partials::pack(v[i + 4] * scale_x, v[i + 5] * scale_x),
+                                        partials::pack(v[i + 6] * scale_y, v[i + 7] * scale_y)));
                 }
             }
         } else {
@@ -815,7 +816,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, share
-// @param partial_out        scratch ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_out scratch int16 [slots, 64, LATENT] align=16  PARTIAL, normalised; order see above
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
@@ -831,7 +832,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                          const bits16* __restrict__ draft_kv, long long draft_stride,
                          const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
                          const word64* __restrict__ visible, int words, const int* work,
-                         const int* __restrict__ cta_work, bits16* __restrict__ partial_out,
+                         const int* __restrict__ cta_work, short* __restrict__ partial_out,
                          float* __restrict__ partial_lse, bits16* __restrict__ out,
                          long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
@@ -931,10 +932,10 @@ struct Mean {
         const float factor =
             log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
         weight += factor;
-        value[0] = fmaf(factor, element::first(first), value[0]);
-        value[1] = fmaf(factor, element::second(first), value[1]);
-        value[2] = fmaf(factor, element::first(second), value[2]);
-        value[3] = fmaf(factor, element::second(second), value[3]);
+        value[0] = fmaf(factor, partials::first(first), value[0]);
+        value[1] = fmaf(factor, partials::second(first), value[1]);
+        value[2] = fmaf(factor, partials::first(second), value[2]);
+        value[3] = fmaf(factor, partials::second(second), value[3]);
     }
 };
 
@@ -964,7 +965,7 @@ constexpr int WEIGHTS =
 // Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
 // shared memory, where they take no registers, and the loops are short: a step is so brief that
 // instructions count that are met once. `present` is false in a lane whose rows are of no query.
-__device__ __forceinline__ void gather(Mean (&mean)[2], const bits16* partial_out,
+__device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out,
                                        const float* partial_lse, const Place& own, bool present,
                                        int slot, int end, int log_step, uint4* pieces,
                                        float* weights) {
@@ -1106,7 +1107,7 @@ struct Target {
 // @kernel verify_combine_sm90
 // @arch sm_90a
 // @early
-// @param partial_out    read   ELEMENT [slots, 64, LATENT] align=16  normalised; order see above
+// @param partial_out read int16 [slots, 64, LATENT] align=16  PARTIAL, normalised; order see above
 // @param partial_lse    read   fp32 [slots, 64] align=16  base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
 // @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
@@ -1118,7 +1119,7 @@ struct Target {
 // @block COMBINE_THREADS
 // @shared (COMBINE_THREADS // 32) * (COMBINE_UNROLL * 512 + (COMBINE_UNROLL + 7) // 8 * 512)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
-    verify_combine_sm90(const bits16* __restrict__ partial_out,
+    verify_combine_sm90(const short* __restrict__ partial_out,
                         const float* __restrict__ partial_lse,
                         const int* __restrict__ combine_indptr,
                         const int* __restrict__ combine_tiles, int tiles,

@@ -32,6 +32,7 @@
 #include "combine.cuh"
 #include "item.cuh"
 #include "merge.cuh"
+#include "partial.cuh"
 #include "ptx.cuh"
 #include "shared.cuh"
 #include "thread.cuh"
@@ -522,7 +523,7 @@ __device__ __forceinline__ void load_masks(const Item& item, const word64* visib
 // @param words              value   int32                   1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
 // @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, half
-// @param partial_out scratch bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
+// @param partial_out scratch int16 [slots, kv_heads, ROWS, 128] align=16  PARTIAL, normalised
 // @param partial_lse        scratch fp32 [slots, kv_heads, ROWS]  base 2
 // @param out write bf16 [tokens, kv_heads * GROUP, 128] stride=(out_stride, 128, 1) align=16
 // @param out_stride         value   int64                   multiple of 8
@@ -542,7 +543,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                         const long long* __restrict__ out_cache_loc,
                         const QO_INDEX* __restrict__ qo_indptr, const word64* __restrict__ visible,
                         int words, const int* __restrict__ work, const int* __restrict__ cta_work,
-                        bits16* __restrict__ partial_out, float* __restrict__ partial_lse,
+                        short* __restrict__ partial_out, float* __restrict__ partial_lse,
                         bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, bits16, ring, STAGES * STAGE);
@@ -652,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 for (int block = 0; block < 2 * STEPS; ++block) {
                     const float (&o)[4] = state.o[block];
                     *reinterpret_cast<unsigned*>(to + block * 8) =
-                        bf16::pack(o[half * 2] * inverse, o[half * 2 + 1] * inverse);
+                        partials::pack(o[half * 2] * inverse, o[half * 2 + 1] * inverse);
                 }
             }
         }
@@ -669,9 +670,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     to = out + token * out_stride + (kv_head * GROUP + flat % GROUP) * DIM;
                 } else {
                     const long long at = item.slot * static_cast<long long>(kv_heads) + kv_head;
-                    to = partial_out + (at * ROWS + row) * DIM;
+                    to = reinterpret_cast<bits16*>(partial_out) + (at * ROWS + row) * DIM;
                 }
-                store128(to + column, load128(ring + row * OUT_PITCH + column));
+                const uint4 columns = load128(ring + row * OUT_PITCH + column);
+                store128(to + column, item.slot < 0 ? combine::rounded(columns) : columns);
             }
         }
         __syncthreads();  // the ring is filled anew
@@ -684,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 // plan.
 //
 // @kernel verify_gqa_combine
-// @param partial_out    read   bf16 [slots, kv_heads, ROWS, 128] align=16  normalised
+// @param partial_out    read   int16 [slots, kv_heads, ROWS, 128] align=16  PARTIAL, normalised
 // @param partial_lse    read   fp32 [slots, kv_heads, ROWS]  base 2
 // @param kv_heads       value  int32
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
@@ -696,9 +698,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 // @param lse            update fp32 [tokens, kv_heads * GROUP]  natural logarithm
 // @block COMBINE_THREADS
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    verify_gqa_combine(const bits16* __restrict__ partial_out,
-                       const float* __restrict__ partial_lse, int kv_heads,
-                       const int* __restrict__ combine_indptr,
+    verify_gqa_combine(const short* __restrict__ partial_out, const float* __restrict__ partial_lse,
+                       int kv_heads, const int* __restrict__ combine_indptr,
                        const int* __restrict__ combine_tiles, int tiles,
                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
                        long long out_stride, float* __restrict__ lse) {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cuverify.cases import Target
 from cuverify.kv_layout import KvLayout
 from cuverify.narrow import NAN, widen
-from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
+from cuverify.ops.verify_attention import AttentionWorkspace, Element, VerifyAttention
 from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 from cuverify.tree import DraftTree
 from cuverify.verify_batch import VerifyBatch
@@ -105,6 +105,8 @@ class VerifyStep:
         Of lengths and bounds.
     variant : {"portable", "sm90"}, optional
         The text that attends.
+    partial : {"fp16", "bf16"}, optional
+        The type of partials.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class VerifyStep:
         index: Any = np.int32,
         max_tokens: int | None = None,
         variant: VariantName | None = None,
+        partial: Element | None = None,
     ) -> None:
         self.batch, self.xp, self.index, self.gather = batch, xp, index, gather
         tokens = self.tokens = batch.num_tokens if max_tokens is None else max_tokens
@@ -151,9 +154,7 @@ class VerifyStep:
             values=plan_values,
             **table,
         )
-        self.workspace = AttentionWorkspace.allocate(
-            self.out, plan=self.plan, latent=batch.latent, dtype=batch.dtype
-        )
+        self.workspace = AttentionWorkspace.allocate(self.out, plan=self.plan, latent=batch.latent)
         separate = batch.draft_source == "separate"
         self.attention = VerifyAttention(
             given["q"],
@@ -167,6 +168,7 @@ class VerifyStep:
             kv_scale=1.0 if batch.kv_scale is None else batch.kv_scale,
             combine_ctas=combine_ctas,
             variant=variant,
+            partial=partial,
             values=values,
             **({"draft_kv": given["draft_kv"]} if separate else {}),
             **({} if separate else {"out_cache_loc": given["out_cache_loc"]}),
@@ -228,8 +230,9 @@ class VerifyStep:
             self.tensors[name][tuple(slice(n) for n in fresh.shape)] = fresh
 
     def poison(self) -> None:
-        for tensor in (self.storage, self.lse, self.workspace.partial_out):
+        for tensor in (self.storage, self.lse):
             tensor[:] = float("nan") if self.xp != "numpy" or tensor.dtype.kind == "f" else POISON
+        self.workspace.partial_out[:] = -1
         self.workspace.partial_lse[:] = float("nan")
 
     def __call__(self) -> None:
@@ -251,8 +254,9 @@ class VerifyStep:
         written = bits if self.batch.dtype == "bf16" else bits.view(np.float16)
         tokens, right = self.batch.num_tokens, dense(self.batch)
         out, found = widen(written[:tokens]), []
-        # weights, partials and the result are rounded once each; fp16 has a smallest step
-        allowed = 3.1 * unit * right.magnitude + (1e-30 if self.batch.dtype == "bf16" else 1e-6)
+        # weights and the result are rounded once each, and partials to 11 bits; fp16 has a smallest step
+        roundings, least = (2.2, 1e-30) if self.batch.dtype == "bf16" else (3.1, 1e-6)
+        allowed = roundings * unit * right.magnitude + least
         off = ~(np.abs(out - right.out) <= allowed)
         if off.any():
             at = tuple(np.argwhere(off)[0].tolist())

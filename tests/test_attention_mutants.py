@@ -132,6 +132,8 @@ PLANTED = [
     Mutant("the first split is not combined", "combine.cuh", "int slot = turn.begin + (warp & (sharing - 1));", "int slot = turn.begin + 1 + (warp & (sharing - 1));", ("numbers",)),
     Mutant("a split too many is combined", "combine.cuh", "slot + k * sharing < turn.end", "slot + k * sharing <= turn.end", ("numbers", "out-of-bounds", "uninitialised-read")),
     Mutant("partials of another row", ATTENTION, "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + row]", "partial_lse[item.slot * static_cast<long long>(ROW_TILE) + (row ^ 1)]", ("numbers",)),
+    Mutant("partials are rounded as outputs", ATTENTION, "? columns : combine::rounded(columns)", "? combine::rounded(columns) : combine::rounded(columns)", ("numbers",)),
+    Mutant("outputs stay as partials are", ATTENTION, "? columns : combine::rounded(columns)", "? columns : columns", ("numbers",)),
     Mutant("weights of the partials are equal", "combine.cuh", "ptx::exp2_approx(log_weight - max)", "1.0f", ("numbers",)),
     Mutant("codes are not waited for", ATTENTION, CODES_WAIT + "widen(tile + 1, own);", "widen(tile + 1, own);", ("pending-cp-async",), step=CODES),
     Mutant("the first codes are not waited for", ATTENTION, CODES_WAIT + "widen(0, own);", "widen(0, own);", ("pending-cp-async",), step=CODES),

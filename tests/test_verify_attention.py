@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from cuverify.cases import Target
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.errors import ArgumentError
 from cuverify.launching import RESERVED_SHARED
-from cuverify.narrow import widen
+from cuverify.narrow import narrow, widen
 from cuverify.ops.verify_attention import (
     AttentionWorkspace,
     VerifyAttention,
@@ -259,6 +260,58 @@ def test_scores_far_apart(order: str, xp: Target) -> None:
     )
     for num_ctas in (1, 5):
         assert_right(steered_batch, xp, num_ctas=num_ctas)
+
+
+@both_lanes
+@pytest.mark.parametrize(
+    ("partial", "exponent", "step_of_partials"),
+    [(None, 0, 2.0**-11), (None, 5, 2.0**-11), ("bf16", -80, 2.0**-8), ("bf16", 110, 2.0**-8)],
+)
+@pytest.mark.parametrize("num_ctas", [2, 5, 24])
+def test_what_a_cut_costs(
+    partial: Literal["bf16"] | None,
+    exponent: int,
+    step_of_partials: float,
+    num_ctas: int,
+    xp: Target,
+) -> None:
+    # with equal weights, which are 1, nothing is rounded but partials and the result
+    batch = batch_of([700], [1], latent=512, rope=64, spread=0.0, seed=5)
+    step = VerifyStep(batch, xp, num_ctas=num_ctas, partial=partial)
+    step.tensors["q"][:] = 0
+    slots = [*batch.layout.prefix_slots(0), batch.layout.out_cache_loc[0]]
+    pool = np.abs(widen(batch.pool()))
+    pool[:, :512] *= np.exp2(np.random.default_rng(6).integers(-9, 9, 512) + exponent)
+    step.tensors["kv"][:] = step.tensor(narrow(pool, "bf16"))
+    step()
+    right = pool[slots, :512].mean(axis=0, dtype=np.float64)
+    off = np.abs(widen(step.outputs()[0][0]) - right)
+    half_a_step = np.exp2(np.frexp(right)[1] - 9)
+    assert (off <= half_a_step + step_of_partials * right).all()
+
+
+@both_lanes
+@pytest.mark.parametrize("num_ctas", [2, 24])
+def test_what_a_cut_cannot_hold_is_seen(num_ctas: int, xp: Target) -> None:
+    step = VerifyStep(batch_of([700], [1]), xp, num_ctas=num_ctas)
+    step.tensors["q"][:] = 0
+    step.tensors["kv"][:, 16:32] = step.tensor(narrow(np.float32(70_000.0), "bf16"))
+    step()
+    out = widen(step.outputs()[0])
+    assert np.isfinite(out[..., :16]).all() and np.isposinf(out[..., 16:32]).all()
+
+
+@both_lanes
+@pytest.mark.parametrize("scale", [8.0, 20.0, 2.0**100])
+def test_columns_of_zeros_in_codes_of_any_scale(scale: float, xp: Target) -> None:
+    step = VerifyStep(batch_of([700], [1], kv_scale=scale), xp, num_ctas=24)
+    step.tensors["kv"][:, :16] = 0
+    step.tensors["kv"][:, 16:64] = 0x7E
+    step.tensors["q"][:] = 0
+    step()
+    out = widen(step.outputs()[0])
+    assert (out[..., :16] == 0).all()
+    assert (out[..., 16:64] == np.float32(scale * 448)).all()
 
 
 @both_lanes
@@ -703,7 +756,7 @@ def off_by(array: Any, elements: int) -> Any:
 def workspace_with(plan: VerifyPlan, **other: Any) -> AttentionWorkspace:
     own = AttentionWorkspace.allocate(np.zeros(1), plan=plan, latent=64)
     return AttentionWorkspace(
-        **{"partial_out": own.partial_out, "partial_lse": own.partial_lse, **other}
+        **{field.name: getattr(own, field.name) for field in fields(own)} | other
     )
 
 
@@ -738,7 +791,7 @@ MISUSE = [
     ("scale of infinity", lambda a: {"sm_scale": float("inf")}, "sm_scale=inf.*finite"),
     ("scale as a tensor", lambda a: {"sm_scale": np.ones(1, np.float32)}, "sm_scale=.*finite number"),
     ("workspace too small", lambda a: {"workspace": workspace_with(a["plan"], partial_lse=np.zeros((2, 64), np.float32))}, r"workspace.partial_lse=.*too small.*entries of work"),
-    ("workspace of another latent", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((9, 64, 80), np.uint16))}, "workspace.partial_out=.*64, 64"),
+    ("workspace of another latent", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((9, 64, 80), np.int16))}, "workspace.partial_out=.*64, 64"),
     ("out is q", lambda a: {"out": a["q"].reshape(-1)[: 18 * 512].reshape(18, 8, 64)}, "out=.*shares memory with q"),
     ("scratch is out", lambda a: scratch_in_out(a), "workspace.partial_out=.*shares memory with out"),
     ("lse is scratch", lambda a: lse_in_scratch(a), "partial_lse=.*shares memory with lse"),
@@ -758,7 +811,7 @@ MISUSE = [
     *((f"a scale of {scale}", lambda a, scale=scale: {"kv": codes(), "kv_scale": scale}, "kv_scale=.*float32")
       for scale in (1e-46, 1e-38, 1e37)),
     ("a scale as a tensor", lambda a: {"kv": codes(), "kv_scale": np.ones(1, np.float32)}, "kv_scale=.*above 0"),
-    ("scratch of another type", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((12, 64, 64), np.float16))}, "partial_out=.*float16.*bf16"),
+    ("scratch of another type", lambda a: {"workspace": workspace_with(a["plan"], partial_out=np.zeros((12, 64, 64), np.float16))}, "partial_out=.*float16.*int16"),
 ]  # fmt: skip
 
 
@@ -780,7 +833,7 @@ def scratch_in_out(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "out": room[: 18 * 512].reshape(18, 8, 64),
         "workspace": workspace_with(
-            given["plan"], partial_out=room[: slots * 4096].reshape(slots, 64, 64)
+            given["plan"], partial_out=room[: slots * 4096].view(np.int16).reshape(slots, 64, 64)
         ),
     }
 

@@ -33,6 +33,7 @@ from cuverify.gqa_problem import GqaProblem, OwnGqa
 from cuverify.gqa_shapes import DFLASH_BLOCK, GRID, GqaShape, select_gqa
 from cuverify.kernel import Kernel
 from cuverify.listed_step import Capacity
+from cuverify.narrow import narrow, widen
 from cuverify.ops import verify_gqa as op
 from cuverify.ops.verify_gqa import (
     COMPACT_VALUES,
@@ -47,6 +48,7 @@ from cuverify.ops.verify_plan import VerifyPlan
 from cuverify.peers import GQA_MODULES, find, torch_gqa
 from cuverify.reference.verify_gqa import verify_gqa as oracle
 from cuverify.sources import KernelSource
+from cuverify.static_buffers import write
 from cuverify.strategies import examples, verify_batches
 from cuverify.tree import DraftTree
 from cuverify.verify_shapes import Drafts
@@ -116,6 +118,34 @@ def test_trees_of_every_width(tree: int, xp: Target) -> None:
 def test_prefixes_around_tiles(prefix: int, xp: Target) -> None:
     for tree in (2, 5, 9):
         assert_right(sized([prefix], [tree]), xp)
+
+
+@both_lanes
+@pytest.mark.parametrize(
+    ("partial", "exponent", "step_of_partials"),
+    [(None, 0, 2.0**-11), (None, 10, 2.0**-11), ("bf16", -80, 2.0**-8), ("bf16", 116, 2.0**-8)],
+)
+@pytest.mark.parametrize("num_ctas", [2, 5, 24])
+def test_what_a_cut_costs(
+    partial: Literal["bf16"] | None,
+    exponent: int,
+    step_of_partials: float,
+    num_ctas: int,
+    xp: Target,
+) -> None:
+    # with equal weights, which are 1, nothing is rounded but partials and the result
+    batch = sized([700], [1])
+    step = VerifyGqaStep(batch, xp, num_ctas=num_ctas, partial=partial)
+    layout = batch.batch.base.layout
+    pool = np.abs(widen(batch.batch.v_buffer())) * np.float32(2.0**exponent)
+    write(step.rows["q"], np.zeros_like(batch.batch.q()))
+    write(step.rows["v_buffer"], narrow(pool, "bf16"))
+    step()
+    slots = [*layout.prefix_slots(0), layout.out_cache_loc[0]]
+    right = pool[slots].mean(axis=0, dtype=np.float64)
+    off = np.abs(widen(host_array(step.out).bits()[0]) - right)
+    half_a_step = np.exp2(np.frexp(right)[1] - 9)
+    assert (off <= half_a_step + step_of_partials * right).all()
 
 
 @both_lanes

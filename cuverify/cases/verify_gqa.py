@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuverify.cases.verify_attention import NUMPY_FLOPS
 from cuverify.errors import CaseError
@@ -55,7 +55,7 @@ class VerifyGqaStep(ListedStep):
         Where the buffers are.
     num_ctas : int, optional
         Blocks that attend for each KV head.
-    combine_ctas, plan_values, values
+    combine_ctas, partial, plan_values, values
         As for the ops.
     """
 
@@ -66,6 +66,7 @@ class VerifyGqaStep(ListedStep):
         *,
         num_ctas: int | None = None,
         combine_ctas: int | None = None,
+        partial: Literal["fp16", "bf16"] | None = None,
         plan_values: Mapping[str, int] | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
@@ -110,6 +111,7 @@ class VerifyGqaStep(ListedStep):
             visible=self.visible,
             sm_scale=base.sm_scale,
             combine_ctas=combine_ctas,
+            partial=partial,
             values=values,
             **drafts,
         )
@@ -140,7 +142,8 @@ class VerifyGqaStep(ListedStep):
     def poison(self) -> None:
         """Fill outputs, guards and scratch with NaN."""
         self.poison_outputs()
-        for buffer in (self.attend.workspace.partial_out, self.attend.workspace.partial_lse):
+        scratch = self.attend.workspace
+        for buffer in (scratch.partial_out, scratch.partial_lse):
             fill(buffer, NAN)
 
     def expected(self) -> dict[str, Bounded]:

@@ -32,10 +32,11 @@ from cuverify.launching import (
     is_real,
     multiprocessors,
     number_of,
+    partial_type,
     shared_room,
     whole,
 )
-from cuverify.narrow import STORED, Narrow
+from cuverify.narrow import Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
 from cuverify.sources import KernelSource, Value
 from cuverify.tuning import choice_for, choices_of
@@ -58,7 +59,6 @@ def verify_workspace(
     num_ctas: int,
     *,
     latent: int = 512,
-    dtype: Element = "bf16",
 ) -> dict[str, Buffer]:
     """Return all buffers that a verify step needs besides its inputs and outputs.
 
@@ -74,8 +74,6 @@ def verify_workspace(
         Blocks that run `verify_partials`.
     latent : int
         Columns of an output row.
-    dtype : {"bf16", "fp16"}
-        Of the outputs.
 
     Returns
     -------
@@ -86,14 +84,14 @@ def verify_workspace(
     if number is None or number < 8 or number % 8:
         raise ArgumentError("heads", heads, "wants a multiple of 8")
     plan = plan_workspace(max_batch, max_tokens, number, num_ctas)
-    return plan | _partials(plan["work"].shape[0], plan["cta_work"].shape[0], latent, dtype)
+    return plan | _partials(plan["work"].shape[0], plan["cta_work"].shape[0], latent)
 
 
-def _partials(max_work: int, num_ctas: int, latent: int, dtype: Element) -> dict[str, Buffer]:
+def _partials(max_work: int, num_ctas: int, latent: int) -> dict[str, Buffer]:
     # A cut gives at most two slots for each block beside it, and no entry has more than one.
     slots = min(2 * num_ctas, max_work)
     return {
-        "partial_out": Buffer((slots, ROW_TILE, latent), STORED[dtype]),
+        "partial_out": Buffer((slots, ROW_TILE, latent), "int16"),
         "partial_lse": Buffer((slots, ROW_TILE), "float32"),
     }
 
@@ -106,8 +104,9 @@ class AttentionWorkspace:
 
     Attributes
     ----------
-    partial_out : tensor of bfloat16 or float16 (that of the outputs), shape (slots, 64, latent)
-        Normalised outputs of one piece, in the order of the text that attends.
+    partial_out : tensor of int16, shape (slots, 64, latent)
+        Normalised outputs of one piece, in the order of the text that attends: the bits of fp16, or
+        of bf16 where the `-D` value PARTIAL says so.
     partial_lse : tensor of float32, shape (slots, 64)
         Their log-sum-exps, to base 2.
     """
@@ -116,12 +115,10 @@ class AttentionWorkspace:
     partial_lse: Any
 
     @classmethod
-    def allocate(
-        cls, like: Any, *, plan: VerifyPlan, latent: int = 512, dtype: Element = "bf16"
-    ) -> AttentionWorkspace:
+    def allocate(cls, like: Any, *, plan: VerifyPlan, latent: int = 512) -> AttentionWorkspace:
         """Return new buffers for a plan, of the library and on the device of the tensor `like`."""
         work = plan_workspace(plan.batch, plan.max_tokens, plan.heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent, dtype)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent)
         return cls(**{name: buffer.zeros(like) for name, buffer in sizes.items()})
 
 
@@ -163,6 +160,10 @@ class VerifyAttention:
     combine_ctas : int, optional
         Blocks that merge partials. At most one for each multiprocessor if absent, and 2 on the host
         lane.
+    partial : {"fp16", "bf16"}, optional
+        The type of the partials of row tiles that are cut. fp16, which ends at 65,504, where a
+        result becomes infinite, and has steps of 2**-24 below 2**-14; with bf16 results are rounded
+        twice. fp16 if absent, but bf16 beside codes whose `kv_scale` is not in [2**-8, 2**7].
     variant : {"portable", "sm90"}, optional
         The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
@@ -176,6 +177,8 @@ class VerifyAttention:
         Of queries and outputs.
     pool : {"bf16", "fp16", "fp8_e4m3"}
         Of the pool.
+    partial : {"fp16", "bf16"}
+        Of the partials.
     partials, combine : BoundLaunch
         The two launches of a call.
     heads, latent, rope, tokens : int
@@ -216,6 +219,7 @@ class VerifyAttention:
         kv_scale: float = 1.0,
         workspace: AttentionWorkspace | None = None,
         combine_ctas: int | None = None,
+        partial: Element | None = None,
         variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
@@ -257,7 +261,7 @@ class VerifyAttention:
         else:
             inputs.append(tensor_of("out_cache_loc", out_cache_loc))
         if workspace is None:
-            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent, dtype=element)
+            workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent)
         held = {
             f"workspace.{field.name}": tensor_of(
                 f"workspace.{field.name}", getattr(workspace, field.name)
@@ -265,7 +269,7 @@ class VerifyAttention:
             for field in fields(workspace)
         }
         work = plan_workspace(plan.batch, plan.max_tokens, heads, plan.num_ctas)["work"]
-        sizes = _partials(work.shape[0], plan.num_ctas, latent, element)
+        sizes = _partials(work.shape[0], plan.num_ctas, latent)
         check_workspace(held, sizes, f"{work.shape[0]} entries of work on {plan.num_ctas} blocks")
         planned = [
             *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
@@ -285,6 +289,7 @@ class VerifyAttention:
         self.workspace = workspace
         self.tokens, self.heads, self.latent, self.rope = tokens, heads, latent, rope
         self.element, self.pool = element, kind
+        self.partial = partial_type(partial, kv_scale)
         self.variant = _variant(variant, device, latent, rope, float(sm_scale), kind)
         chosen: dict[str, int | str] = {
             "HEADS": heads,
@@ -292,6 +297,7 @@ class VerifyAttention:
             "ROPE": rope,
             "ELEMENT": element,
             "KV_ELEMENT": kind,
+            "PARTIAL": self.partial,
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
@@ -350,8 +356,9 @@ def launched(arch: str) -> Iterator[Launched]:
             fitting = fitting_values(name, room, **{"LATENT": 512, "ROPE": 64, **choice.values})
             own = {**fitting, **choice.values}
             sets += [
-                {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, **own}
+                {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, "PARTIAL": partial, **own}
                 for pool in _OF_POOL
+                for partial in (("fp16", "bf16") if pool == "fp8_e4m3" else ("fp16",))
                 if variant.fits(512, 64, 1.0, pool)
             ]
         types = {"HEADS": RANK_HEADS, "LATENT": (512,), "ROPE": (64,)}

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
@@ -33,6 +33,7 @@ from cuverify.launching import (
     is_real,
     multiprocessors,
     number_of,
+    partial_type,
     resident_blocks,
     shared_room,
 )
@@ -215,7 +216,7 @@ def _partials(plan: VerifyPlan, rows: int, kv_heads: int) -> dict[str, Buffer]:
     # A cut gives at most two slots for each block beside it, and no entry has more than one.
     slots = min(2 * plan.num_ctas, work.shape[0])
     return {
-        "partial_out": Buffer((slots, kv_heads, rows, HEAD_DIM), "bf16"),
+        "partial_out": Buffer((slots, kv_heads, rows, HEAD_DIM), "int16"),
         "partial_lse": Buffer((slots, kv_heads, rows), "float32"),
     }
 
@@ -228,8 +229,9 @@ class GqaWorkspace:
 
     Attributes
     ----------
-    partial_out : tensor of bfloat16, shape (slots, kv_heads, rows, 128)
-        Normalised outputs of one piece.
+    partial_out : tensor of int16, shape (slots, kv_heads, rows, 128)
+        Normalised outputs of one piece: the bits of fp16, or of bf16 where the `-D` value PARTIAL
+        says so.
     partial_lse : tensor of float32, shape (slots, kv_heads, rows)
         Their log-sum-exps, to base 2.
     """
@@ -279,6 +281,10 @@ class VerifyGqa:
     combine_ctas : int, optional
         Blocks that merge partials of each KV head. Enough to fill the GPU with all heads if absent,
         and 2 on the host lane.
+    partial : {"fp16", "bf16"}, optional
+        The type of the partials of row tiles that are cut. fp16 if absent, which ends at 65,504,
+        where a result becomes infinite, and has steps of 2**-24 below 2**-14; with bf16 results are
+        rounded twice.
     values : mapping of str to int, optional
         `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
 
@@ -324,6 +330,7 @@ class VerifyGqa:
         v_extend: Any = None,
         workspace: GqaWorkspace | None = None,
         combine_ctas: int | None = None,
+        partial: Literal["fp16", "bf16"] | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         if plan.kv_indices is None:
@@ -401,6 +408,7 @@ class VerifyGqa:
         chosen: dict[str, int | str] = {
             "GROUP": group,
             "ROWS": rows,
+            "PARTIAL": partial_type(partial),
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
@@ -416,7 +424,8 @@ class VerifyGqa:
             k_buffer, *keys.strides[:2], v_buffer, *pool_values.strides[:2], slots, kv_heads,
             plan.kv_indptr, plan.kv_indices, *extends, out_cache_loc,
             plan.qo_indptr, visible, words.shape[1], buffers.work, buffers.cta_work,
-            workspace.partial_out, workspace.partial_lse, out, outputs["out"].strides[0], lse,
+            workspace.partial_out, workspace.partial_lse,
+            out, outputs["out"].strides[0], lse,
         )  # fmt: skip
         self.combine = combine.bind(
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
@@ -447,7 +456,7 @@ class VerifyGqa:
 def launched(arch: str) -> Iterator[Launched]:
     """Yield the `-D` values that layers and their plans launch with; see `cuverify.launched`."""
     room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
-    sets = [{"ROWS": rows, **fitting_values(rows, room)} for rows in ROW_TILES]
+    sets = [{"ROWS": rows, "PARTIAL": "fp16", **fitting_values(rows, room)} for rows in ROW_TILES]
     yield Launched("verify_gqa", ("KV_INDEX", "QO_INDEX"), {"GROUP": MODEL_GROUPS}, sets)
     heads = sorted({group * ROW_TILE // rows for group in MODEL_GROUPS for rows in ROW_TILES})
     yield from launched_plans(heads, [PLAN_VALUES])

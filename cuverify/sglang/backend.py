@@ -233,7 +233,7 @@ class VerifyBackend:
         """Return the attention's workspace for a plan."""
         from cuverify.ops.verify_attention import AttentionWorkspace
 
-        return AttentionWorkspace.allocate(like, plan=plan, latent=self.latent, dtype=self.element)
+        return AttentionWorkspace.allocate(like, plan=plan, latent=self.latent)
 
     def attend(self, q: Any, pool: Any, layer: Layer, out: Any, lse: Any, **more: Any) -> None:
         """Attend to a layer's pool; what is not named here is as for `VerifyAttention`."""

@@ -6,6 +6,7 @@
 
 #include "element.cuh"
 #include "merge.cuh"
+#include "partial.cuh"
 #include "ptx.cuh"
 #include "vector.cuh"
 
@@ -19,6 +20,14 @@ namespace combine {
 namespace element = ELEMENT;
 
 constexpr int PIECE = 8;
+
+// A piece of a partial in the type of outputs.
+__device__ __forceinline__ uint4 rounded(uint4 piece) {
+    const auto word = [](unsigned pair) {
+        return element::pack(partials::first(pair), partials::second(pair));
+    };
+    return make_uint4(word(piece.x), word(piece.y), word(piece.z), word(piece.w));
+}
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -57,8 +66,8 @@ struct Mean {
         weight += factor;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            value[2 * i] = fmaf(factor, element::first(pairs[i]), value[2 * i]);
-            value[2 * i + 1] = fmaf(factor, element::second(pairs[i]), value[2 * i + 1]);
+            value[2 * i] = fmaf(factor, partials::first(pairs[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, partials::second(pairs[i]), value[2 * i + 1]);
         }
     }
 };
@@ -73,7 +82,7 @@ using Means = float[WARPS][PIECE + 2][32];
 // log-sum-exp to base 2. All threads of the block take part.
 template <int WARPS, int UNROLL, int UNITS, int SIZE, class Turns, class Write>
 __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& turn, int heads,
-                                      const unsigned short* partial_out, const float* partial_lse,
+                                      const short* partial_out, const float* partial_lse,
                                       int slot_rows, Means<WARPS>& means, const Write& write) {
     constexpr int ROW_PIECES = UNITS * 32 / SIZE;
     const int lane = static_cast<int>(threadIdx.x) % 32;
