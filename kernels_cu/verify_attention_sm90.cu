@@ -962,20 +962,19 @@ constexpr int WEIGHT_ROWS = 16;  // that a unit has
 constexpr int WEIGHTS =
     (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
 
-// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. They come through
-// shared memory, where they take no registers, and the loops are short: a step is so brief that
-// instructions count that are met once. `present` is false in a lane whose rows are of no query.
-__device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out,
-                                       const float* partial_lse, const Place& own, bool present,
-                                       int slot, int end, int log_step, uint4* pieces,
-                                       float* weights) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int first_row = own.row - lane / 4;
-    const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
-    const int lower = upper + 8;
-#pragma unroll 1
-    for (; slot < end; slot += COMBINE_UNROLL << log_step) {
-        const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
+// What a warp has in flight: splits of one unit, or of several. They come through shared memory, where
+// they take no registers.
+struct Arriving {
+    uint4* pieces;   // [COMBINE_UNROLL, 32]
+    float* weights;  // [WEIGHTS, WEIGHT_ROWS]
+
+    // Brings `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that are
+    // COMBINE_WARPS apart. `present` is false in a lane whose rows are of no query.
+    __device__ __forceinline__ void fetch(const short* partial_out, const float* partial_lse,
+                                          const Place& own, bool present, int slot, int count,
+                                          int log_step, int log_units) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const int first_row = own.row - lane / 4;
         __syncwarp();  // the splits before have been added
 #pragma unroll 1
         for (int k = lane / 4; k < count; k += 8) {
@@ -983,16 +982,36 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out
             ptx::cp_async16(weights + k * WEIGHT_ROWS + lane % 4 * 4,
                             partial_lse + from * ROW_TILE + first_row + lane % 4 * 4);
         }
-        const int own_count = present ? count : 0;
+        const int own_pieces = present ? count << log_units : 0;
 #pragma unroll 1
-        for (int k = 0; k < own_count; ++k) {
-            const long long from = slot + (k << log_step);
-            ptx::cp_async16(pieces + k * 32 + lane,
-                            partial_out + (from * PIECES + own.piece) * PIECE);
+        for (int k = 0; k < own_pieces; ++k) {
+            const long long from = slot + (k >> log_units << log_step);
+            const int unit = k & ((1 << log_units) - 1);
+            ptx::cp_async16(
+                pieces + k * 32 + lane,
+                partial_out + (from * PIECES + own.piece + unit * (COMBINE_WARPS * 32)) * PIECE);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncwarp();
+    }
+};
+
+// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. The loops are
+// short: a step is so brief that instructions count that are met once.
+__device__ __forceinline__ void gather(Mean (&mean)[2], const Arriving& arriving,
+                                       const short* partial_out, const float* partial_lse,
+                                       const Place& own, bool present, int slot, int end,
+                                       int log_step) {
+    const float* weights = arriving.weights;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
+    const int lower = upper + 8;
+#pragma unroll 1
+    for (; slot < end; slot += COMBINE_UNROLL << log_step) {
+        const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
+        arriving.fetch(partial_out, partial_lse, own, present, slot, count, log_step, 0);
+        const int own_count = present ? count : 0;
         float largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll 3
         for (int k = 0; k < own_count; ++k) {
@@ -1012,7 +1031,7 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const short* partial_out
                 if (first + k < own_count) {
                     weight[k][0] = weights[(first + k) * WEIGHT_ROWS + upper];
                     weight[k][1] = weights[(first + k) * WEIGHT_ROWS + lower];
-                    value[k] = load128(pieces + (first + k) * 32 + lane);
+                    value[k] = load128(arriving.pieces + (first + k) * 32 + lane);
                 }
             }
 #pragma unroll
@@ -1031,18 +1050,27 @@ struct Target {
     long long out_stride;
     float* lse;
 
+    // Where a column of a row begins, which must be one of the request's.
+    __device__ __forceinline__ bits16* at(int row_of_tile, int column) const {
+        const int row = rows.first + row_of_tile;
+        const long long token = rows.first_token + row / HEADS;
+        return out + token * out_stride + row % HEADS * LATENT + column;
+    }
+
+    __device__ __forceinline__ void write_lse(int row_of_tile, float log_sum) const {
+        lse[static_cast<long long>(rows.first_token) * HEADS + rows.first + row_of_tile] =
+            log_sum * LN_2;
+    }
+
     __device__ __forceinline__ void write(int row_of_tile, int column, float weight,
                                           float log_weight, float first, float second) const {
         if (rows.has(row_of_tile)) {
-            const int row = rows.first + row_of_tile;
             const bool sees = weight != 0.0f;
             const float inverse = sees ? 1.0f / weight : 0.0f;
-            const long long token = rows.first_token + row / HEADS;
-            bits16* to = out + token * out_stride + row % HEADS * LATENT + column;
-            *reinterpret_cast<unsigned*>(to) = element::pack(first * inverse, second * inverse);
+            *reinterpret_cast<unsigned*>(at(row_of_tile, column)) =
+                element::pack(first * inverse, second * inverse);
             if (column == 0) {
-                lse[static_cast<long long>(rows.first_token) * HEADS + row] =
-                    sees ? (log_weight + log2f(weight)) * LN_2 : minus_infinity();
+                write_lse(row_of_tile, sees ? log_weight + log2f(weight) : minus_infinity());
             }
         }
     }
@@ -1093,6 +1121,80 @@ struct Target {
     }
 };
 
+// Merges 2^log_units units of `count` splits, all of which have arrived. Their rows are the same: what
+// belongs to a row is found once, by two lanes, and factors take the place of the weights.
+__device__ __forceinline__ void merge_units(const Arriving& arriving, const Place& own,
+                                            bool present, const Target& to, int count,
+                                            int log_units) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float inverse;  // of the sum of this lane's row
+    {
+        const int row = own.row - lane / 4 + lane % WEIGHT_ROWS;
+        const int own_count = to.rows.has(row) ? count : 0;
+        float* weights = arriving.weights + lane % WEIGHT_ROWS;
+        float largest = minus_infinity();
+#pragma unroll 4
+        for (int k = 0; k < own_count; ++k) {
+            largest = fmaxf(largest, weights[k * WEIGHT_ROWS]);
+        }
+        __syncwarp();  // both lanes have compared
+        float sum = 0.0f;
+#pragma unroll 2
+        for (int k = lane / WEIGHT_ROWS; k < own_count; k += 2) {
+            const float weight = weights[k * WEIGHT_ROWS];
+            const float factor =
+                weight == minus_infinity() ? 0.0f : ptx::exp2_approx(weight - largest);
+            weights[k * WEIGHT_ROWS] = factor;
+            sum += factor;
+        }
+        sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);
+        inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
+        if (own.column < 8 && lane < WEIGHT_ROWS && own_count > 0) {
+            to.write_lse(row, sum != 0.0f ? largest + log2f(sum) : minus_infinity());
+        }
+    }
+    const float of_upper = __shfl_sync(ALL, inverse, lane / 4);
+    const float of_lower = __shfl_sync(ALL, inverse, lane / 4 + 8);
+    __syncwarp();  // all factors are there
+    if (!present) {
+        return;
+    }
+    const float* upper = arriving.weights + lane / 4;
+    const bool has_lower = to.rows.has(own.row + 8);
+    bits16* const to_upper = to.at(own.row, own.column);
+    bits16* const to_lower = to.at(own.row + 8, own.column);
+    const uint4* pieces = arriving.pieces + lane;
+#pragma unroll 1
+    for (int unit = 0; unit < 1 << log_units; ++unit) {
+        float value[8] = {};
+#pragma unroll 3
+        for (int k = 0; k < count; ++k) {
+            const float first = upper[k * WEIGHT_ROWS];
+            const float second = upper[k * WEIGHT_ROWS + 8];
+            const uint4 piece = load128(pieces + ((k << log_units) + unit) * 32);
+            value[0] = fmaf(first, partials::first(piece.x), value[0]);
+            value[1] = fmaf(first, partials::second(piece.x), value[1]);
+            value[2] = fmaf(second, partials::first(piece.y), value[2]);
+            value[3] = fmaf(second, partials::second(piece.y), value[3]);
+            value[4] = fmaf(first, partials::first(piece.z), value[4]);
+            value[5] = fmaf(first, partials::second(piece.z), value[5]);
+            value[6] = fmaf(second, partials::first(piece.w), value[6]);
+            value[7] = fmaf(second, partials::second(piece.w), value[7]);
+        }
+        const int column = unit * (COMBINE_WARPS / 8 * 16);  // from unit to unit
+        *reinterpret_cast<unsigned*>(to_upper + column) =
+            element::pack(value[0] * of_upper, value[1] * of_upper);
+        *reinterpret_cast<unsigned*>(to_upper + column + 8) =
+            element::pack(value[4] * of_upper, value[5] * of_upper);
+        if (has_lower) {
+            *reinterpret_cast<unsigned*>(to_lower + column) =
+                element::pack(value[2] * of_lower, value[3] * of_lower);
+            *reinterpret_cast<unsigned*>(to_lower + column + 8) =
+                element::pack(value[6] * of_lower, value[7] * of_lower);
+        }
+    }
+}
+
 }  // namespace
 
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
@@ -1132,7 +1234,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
+    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX, COMBINE_UNROLL> turns(
         combine_indptr, combine_tiles, tiles, qo_indptr);
     merge::Turn turn;
     hopper::launch_dependents();  // they wait until this kernel has ended
@@ -1140,13 +1242,21 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
         const int sharing = turn.sharers();
         const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
         const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
+        const Arriving arriving = {pieces + warp * COMBINE_UNROLL * 32,
+                                   weights + warp * WEIGHTS * WEIGHT_ROWS};
+        const bool present = to.rows.has(own.row);
+        hopper::wait_for_dependency();
+        if (sharing == 1 && turn.end - turn.begin << turn.log_units <= COMBINE_UNROLL) {
+            arriving.fetch(partial_out, partial_lse, own, present, turn.begin,
+                           turn.end - turn.begin, 0, turn.log_units);
+            merge_units(arriving, own, present, to, turn.end - turn.begin, turn.log_units);
+            continue;
+        }
         Mean mean[2];
         mean[0].clear();
         mean[1].clear();
-        hopper::wait_for_dependency();
-        gather(mean, partial_out, partial_lse, own, to.rows.has(own.row),
-               turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers,
-               pieces + warp * COMBINE_UNROLL * 32, weights + warp * WEIGHTS * WEIGHT_ROWS);
+        gather(mean, arriving, partial_out, partial_lse, own, present,
+               turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers);
         if (sharing == 1) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

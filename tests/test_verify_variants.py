@@ -19,7 +19,7 @@ from cuverify.cases import Target
 from cuverify.check import run_checks
 from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
-from cuverify.errors import ArgumentError, CompileError, LaunchError
+from cuverify.errors import ArgumentError, CheckerError, CompileError, LaunchError
 from cuverify.kernel import Kernel
 from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.resources import survey
@@ -174,15 +174,21 @@ def test_nothing_spills_and_products_stay_asynchronous(
 # --- the merge of the text for Hopper GPUs, which has nothing of theirs but a wait ----------------
 
 
-def merge_on_the_host_lane(**values: int) -> Kernel:
-    """Return the merge of the text for sm_90a, without all that the host lane cannot run."""
+def merge_on_the_host_lane(old: str = "", new: str = "") -> Kernel:
+    """Return the merge of the text for sm_90a, without all that the host lane cannot run.
+
+    A text `old`, which stands there once, may become `new`.
+    """
     text = verify_attention_kernels("sm90")[1].source.text
+    if old:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     first = text.index("// A place in the ring")
     second = text.index("namespace {\n\n// What a lane of verify_combine_sm90 has")
     text = f"{text[:first]}}}  // namespace\n\n{text[second:]}"
     wait = "namespace hopper { inline void wait_for_dependency() {} inline void launch_dependents() {} }"
     text = text.replace('#include "hopper.cuh"', wait).replace("// @arch sm_90a\n", "")
-    return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu", **values)
+    return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu")
 
 
 def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -209,6 +215,8 @@ def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
         ([13, 2], [3, 8], 64),
         ([19], [8], 64),
         ([49], [1], 128),
+        ([3, 20, 2, 6, 16, 4, 15, 8] * 5, [8, 3, 5, 1, 8, 7, 2, 8] * 5, 9),
+        ([2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 17),
     ],
     ids=[
         "two",
@@ -219,9 +227,37 @@ def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
         "four share and one alone",
         "eight share",
         "sixteen share",
+        "several units a warp or none, by splits",
+        "as many units a warp as it takes",
     ],
 )
 def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> None:
+    assert_merged(merge_on_the_host_lane(), splits, tokens, blocks)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("unit * (COMBINE_WARPS * 32)", "unit * 32"),
+        ("const float second = upper[k * WEIGHT_ROWS + 8];", "const float second = first;"),
+        ("has_lower = to.rows.has(own.row + 8)", "has_lower = true"),
+        ("__syncwarp();  // both lanes have compared", ""),
+        ("__syncwarp();  // all factors are there", ""),
+        ("__syncwarp();  // the splits before have been added", ""),
+        ("own.column < 8 && lane", "own.column < 0 && lane"),
+        ("unit * (COMBINE_WARPS / 8 * 16)", "unit * (COMBINE_WARPS / 8 * 8)"),
+        ("sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);", ""),
+        ("__shfl_sync(ALL, inverse, lane / 4 + 8)", "of_upper"),
+        ("k = lane / WEIGHT_ROWS; k < own_count; k += 2", "k = 0; k < own_count; ++k"),
+    ],
+)
+def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
+    kernel = merge_on_the_host_lane(old, new)
+    with pytest.raises((AssertionError, CheckerError)):
+        assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3)
+
+
+def assert_merged(kernel: Kernel, splits: list[int], tokens: list[int], blocks: int) -> None:
     rng = np.random.default_rng(sum(splits))
     slots, requests, room = sum(splits), len(splits), len(splits) + 3
     # of different sizes in a row and from piece to piece
@@ -241,7 +277,6 @@ def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> 
     out = np.full((sum(tokens), 8, 512), 0x7FFF, np.uint16)
     lse = np.full((sum(tokens), 8), 7.0, np.float32)
     partials = np.stack([in_order_of_accumulators(slot) for slot in kept.view(np.int16)])
-    kernel = merge_on_the_host_lane()
     with cuverify.checked(schedule="random", seed=3, max_accesses=100_000_000):
         kernel(
             blocks, 512, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse

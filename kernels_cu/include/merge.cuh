@@ -1,12 +1,15 @@
 // How the blocks of a kernel that merges partials divide their work: row tiles have different numbers
 // of splits, which only the device knows, and the grid is fixed.
 //
-// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits, one for every LEAST of
-// them, or for every 2, 4, ... LEAST until all turns find a block at once, or are no more than without
-// sharing: the longest row tile keeps most. A block does as many units of one row tile in a turn as it has warps for.
-// Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all of
-// it at once, and hands it on through registers. Nobody waits, and no load waits for another one but
-// for the rows' bounds, which are needed last.
+// A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits: one for every LEAST of
+// them, or for every 2, 4, ... LEAST until all turns find a block at once, or are no more than
+// without sharing: the longest row tile keeps most. Where there are more turns than blocks even so, a
+// warp does 2, 4, ... units of a few splits at once, as many as it has loads in flight for. A block
+// does as many units of one row tile in a turn as its warps can.
+//
+// Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all
+// of it at once, and hands it on through registers. Nobody waits, and no load waits for another one
+// but for the rows' bounds, which are needed last.
 #pragma once
 
 namespace merge {
@@ -35,6 +38,7 @@ struct Turn {
     int begin;  // the row tile's partial slots
     int end;
     int log_sharers;  // 2^this many warps share a unit
+    int log_units;    // or 2^this many units are a warp's
     int first_unit;
     int owner;  // the lane that knows the row tile
 
@@ -50,10 +54,13 @@ struct Rows {
     __device__ __forceinline__ bool has(int row_of_tile) const { return first + row_of_tile < end; }
 };
 
-// The turns of a block of THREADS threads. All lanes of all warps take part in every call.
-template <int UNITS, int THREADS, int LEAST, typename QoIndex>
+// The turns of a block of THREADS threads. A warp does several units at once, as far as their splits
+// are no more than IN_FLIGHT; 0: it does not. All lanes of all warps take part in every call.
+template <int UNITS, int THREADS, int LEAST, typename QoIndex, int IN_FLIGHT = 0>
 struct Turns {
     static constexpr int LOG_WARPS = log2_of<THREADS / 32>;  // at most 5
+    // At most 2^this many units are a warp's: a row tile that was cut has two splits or more.
+    static constexpr int MOST = IN_FLIGHT >= 16 ? 3 : IN_FLIGHT >= 8 ? 2 : IN_FLIGHT >= 4 ? 1 : 0;
 
     const int* indptr;  // bounds of the slots of each row tile that was cut; empty behind the last
     const int* cut;     // request and row tile of each
@@ -67,7 +74,7 @@ struct Turns {
     int own_end;     // turns up to this lane's row tile
     int begin;       // of this lane's row tile, as are the following
     int end;
-    int known;  // its number in the request x 8, and the exponent of its sharers
+    int known;  // its number in the request x 16, and MOST more than the exponent of its sharers
     int first_token;
     int end_token;
 
@@ -81,10 +88,39 @@ struct Turns {
         look();
     }
 
-    // Turns of a row tile whose units 2^log_sharers warps share.
+    // Turns of a row tile whose units 2^log_sharers warps share; below 0, of several units a warp.
     __device__ __forceinline__ static int turns_of(int log_sharers) {
         const int log_at_once = LOG_WARPS - log_sharers;
         return (UNITS + (1 << log_at_once) - 1) >> log_at_once;
+    }
+
+    // The exponent of the units of so many splits that a warp does at once: as many as there is room
+    // for, but where the lanes have `all` row tiles, no more than it takes for as many turns as blocks.
+    __device__ __forceinline__ static int log_units(int splits, bool all) {
+        int room = 0;
+#pragma unroll
+        for (int k = 1; k <= MOST; ++k) {
+            room += splits << k <= IN_FLIGHT;
+        }
+        if (!all) {
+            return room;
+        }
+        int tiles_of[MOST + 1];  // that have room for 2^k
+#pragma unroll
+        for (int k = 0; k <= MOST; ++k) {
+            tiles_of[k] = __popc(__ballot_sync(ALL, splits > 0 && room == k));
+        }
+        int needed = 0;
+#pragma unroll
+        for (int k = 0; k < MOST; ++k) {
+            int turns = 0;
+#pragma unroll
+            for (int own = 0; own <= MOST; ++own) {
+                turns += tiles_of[own] * turns_of(-min(own, k));
+            }
+            needed += turns > static_cast<int>(gridDim.x);
+        }
+        return min(room, needed);
     }
 
     __device__ __forceinline__ void look() {
@@ -123,8 +159,12 @@ struct Turns {
             }
             less += turns > free_turns;
         }
-        const int log_sharers = few ? max(wanted - less, 0) : 0;
-        known = row_tile * 8 + log_sharers;
+        int log_sharers = few ? max(wanted - less, 0) : 0;
+        // Where there are more row tiles than lanes, there are more turns than blocks.
+        if (MOST > 0 && (!few || without > static_cast<int>(gridDim.x))) {
+            log_sharers -= log_units(splits, few);
+        }
+        known = row_tile * 16 + log_sharers + MOST;
         own_end = splits == 0 ? 0 : turns_of(log_sharers);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -150,9 +190,10 @@ struct Turns {
         const int previous = __shfl_sync(ALL, own_end, max(turn.owner - 1, 0));
         turn.begin = __shfl_sync(ALL, begin, turn.owner);
         turn.end = __shfl_sync(ALL, end, turn.owner);
-        turn.log_sharers = __shfl_sync(ALL, known, turn.owner) % 8;
-        turn.first_unit = (within - (turn.owner == 0 ? 0 : previous))
-                          << (LOG_WARPS - turn.log_sharers);
+        const int log_sharers = __shfl_sync(ALL, known, turn.owner) % 16 - MOST;
+        turn.log_sharers = max(log_sharers, 0);
+        turn.log_units = max(-log_sharers, 0);
+        turn.first_unit = (within - (turn.owner == 0 ? 0 : previous)) << (LOG_WARPS - log_sharers);
         number += static_cast<int>(gridDim.x);
         return true;
     }
@@ -160,7 +201,7 @@ struct Turns {
     // The rows of the turn that was given last, of `heads` heads a token in row tiles of `size`.
     __device__ __forceinline__ Rows rows(const Turn& turn, int heads, int size) const {
         const int token = __shfl_sync(ALL, first_token, turn.owner);
-        return {token, __shfl_sync(ALL, known, turn.owner) / 8 * size,
+        return {token, __shfl_sync(ALL, known, turn.owner) / 16 * size,
                 (__shfl_sync(ALL, end_token, turn.owner) - token) * heads};
     }
 };
