@@ -612,6 +612,16 @@ def test_rows_have_the_heads_and_columns_of_the_layer(backend, apart) -> None:
     assert hasattr(rig.backend, "text") != apart  # which is one of those over latent rows
 
 
+@pytest.mark.parametrize("backend", [VerifyBackend, GqaVerifyBackend])
+def test_a_backend_may_say_the_type_of_partials(backend) -> None:
+    shape = replace(shape_for(backend, SMALL), captured=(1,))
+    wide = type("Wide", (backend,), {"partial": "bf16"})
+    assert judge(play_contract(wide, "split", HostGraphs(), shape)) == []
+    wrong = Rig(type("Wrong", (backend,), {"partial": "fp8"}), "split", "cpu", shape)
+    with pytest.raises(ArgumentError, match="partial='fp8': wants 'fp16' or 'bf16'"):
+        wrong.eager(Play(1, 1, 0))
+
+
 def test_heads_of_latent_rows_are_not_rounded() -> None:
     with pytest.raises(ArgumentError, match="heads=12: must be a multiple of 8"):
         inputs_of(replace(SMALL, heads=12), 1, 0, "mixed", 1)

@@ -249,12 +249,22 @@ def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> 
         ("sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);", ""),
         ("__shfl_sync(ALL, inverse, lane / 4 + 8)", "of_upper"),
         ("k = lane / WEIGHT_ROWS; k < own_count; k += 2", "k = 0; k < own_count; ++k"),
+        ("weight *= factor;\n#pragma unroll", "\n#pragma unroll"),
+        ("weight = fmaf(own, weights[k], weight);", "weight += weights[k];"),
+        ("means + (task / 4 << turn.log_sharers)", "means + task / 4"),
     ],
 )
 def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
     kernel = merge_on_the_host_lane(old, new)
     with pytest.raises((AssertionError, CheckerError)):
-        assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3)
+        assert_all_merged(kernel)
+
+
+def assert_all_merged(kernel: Kernel) -> None:
+    """Merge by several units a warp, by more splits than are in flight, and by warps that share."""
+    assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3)
+    assert_merged(kernel, [40, 18, 20], [8, 5, 8], 13)
+    assert_merged(kernel, [13, 30], [3, 8], 64)
 
 
 def assert_merged(kernel: Kernel, splits: list[int], tokens: list[int], blocks: int) -> None:

@@ -76,6 +76,8 @@ class VerifyBackend:
     variant: ClassVar[VariantName | None] = None
     text_values: ClassVar[Mapping[str, int] | None] = None
     """`-D` values of that text, in place of those that were tuned for the GPU and fit it."""
+    partial: ClassVar[Element | None] = None
+    """The type of partials, as for the op: bf16 for values beyond 65,504."""
     kinds: ClassVar[Mapping[str, Narrow]] = {
         "torch.bfloat16": "bf16",
         "torch.float16": "fp16",
@@ -240,7 +242,8 @@ class VerifyBackend:
         from cuverify.ops.verify_attention import VerifyAttention
 
         kv = pool.get_key_buffer(layer.layer_id)
-        VerifyAttention(q, kv, out, lse, variant=self.text, values=self.text_values, **more)()
+        how = {"variant": self.text, "partial": self.partial, "values": self.text_values}
+        VerifyAttention(q, kv, out, lse, **how, **more)()
 
     # Parts
 

@@ -51,5 +51,5 @@ class GqaVerifyBackend(VerifyBackend):
 
         rows = row_tile(self.heads // self.kv_heads, self.draft_tokens)
         values = None if self.values is None else self.values[rows]
-        keys = pool.get_key_buffer(layer.layer_id)
-        VerifyGqa(q, keys, pool.get_value_buffer(layer.layer_id), out, lse, values=values, **more)()
+        pools = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        VerifyGqa(q, *pools, out, lse, partial=self.partial, values=values, **more)()
