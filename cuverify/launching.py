@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from cuverify.kernel import Kernel
     from cuverify.sources import Value
 
+PartialType = Literal["fp16", "bf16"]
+"""What results of a piece are kept in until they are merged."""
+
 HOST_CTAS = 2
 """Blocks on the host lane, where nothing else is said."""
 
@@ -124,8 +127,12 @@ def grid(num_ctas: int | None, device: str | None, useful: int, per_multiprocess
     return max(1, min(useful, HOST_CTAS if count is None else per_multiprocessor * count))
 
 
-def partial_type(partial: Any, kv_scale: float = 1.0) -> Literal["fp16", "bf16"]:
+def partial_type(partial: Any, kv_scale: float = 1.0) -> PartialType:
     """Return the type of partials: what the caller says, else one that fits a scale of codes.
+
+    fp16 ends at 65,504, where results become infinite or NaN, and has steps of 2**-24 below 2**-14;
+    with bf16, which has 8 bits, results are rounded twice. fp16 where nobody says otherwise, but
+    bf16 where codes have a scale outside of [2**-8, 2**7].
 
     Raises
     ------

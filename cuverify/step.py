@@ -15,6 +15,7 @@ import numpy as np
 
 from cuverify.buffers import Buffer, read
 from cuverify.errors import ArgumentError
+from cuverify.launching import PartialType
 from cuverify.ops.accept import AcceptBuffers, AcceptGreedy, Argmax
 from cuverify.ops.commit import CommitPlan, Way
 from cuverify.ops.draft_topk import DraftTopk
@@ -176,6 +177,8 @@ class VerifyStep:
         Further stages behind these.
     num_ctas : int, optional
         Blocks that attend; one a multiprocessor if absent.
+    partial : {"fp16", "bf16"}, optional
+        The type of the attention's partials.
 
     Attributes
     ----------
@@ -209,6 +212,7 @@ class VerifyStep:
         commit: Way | None = None,
         after: Sequence[tuple[str, Call]] = (),
         num_ctas: int | None = None,
+        partial: PartialType | None = None,
     ) -> None:
         self.tensors, self.sizes = tensors, sizes
         self.trees = TreeBuffers.allocate(
@@ -259,6 +263,7 @@ class VerifyStep:
                 sm_scale=sm_scale,
                 out_cache_loc=tensors.out_cache_loc,
                 workspace=self.workspace,
+                partial=partial,
             )
             if before_layer is not None:
                 self.stages.append(("model", _called(before_layer, layer)))

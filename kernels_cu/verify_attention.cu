@@ -25,8 +25,8 @@
 // probabilities. Where a token has few query rows, those of several tokens are one operand: no row is
 // padded but in a tree's last band of 16.
 //
-// Partials are of the type of `out`, normalised, with one base-2 log-sum-exp a row: half the traffic
-// of float32, and the rounding is that of `out` itself, averaged over the pieces.
+// Partials are PARTIAL, normalised, with one base-2 log-sum-exp a row: half the traffic of float32.
+// Outputs of row tiles in one piece are PARTIAL for a moment, too.
 //
 // A pool of fp8 codes is widened in shared memory, which is exact: cp.async fills a ring of codes,
 // and the thread that fetched a piece writes it as bfloat16 into one of three tiles. Scores and outputs
@@ -866,8 +866,9 @@ __device__ __forceinline__ void multiply_half(Accumulators<Bands>& acc, const bi
     }
 }
 
-// Puts a warp's normalised outputs into shared memory as rows of the row tile, in the type of partials:
-// loops for outputs, too, would be fetched by every item and cost more than their copy rounds again.
+// Puts a warp's normalised outputs into shared memory as rows of the row tile, in the type of
+// partials. Who copies outputs rounds them again: a loop of their own here would be more instructions
+// to fetch for every item, and they are fetched for one use.
 template <int Bands>
 __device__ __forceinline__ void stage_outputs(const Accumulators<Bands>& acc, const float* factors,
                                               int warp, int lane, bits16* rows) {

@@ -1050,7 +1050,7 @@ struct Target {
     long long out_stride;
     float* lse;
 
-    // Where a column of a row begins, which must be one of the request's.
+    // Where a column of a row is, if the request has the row.
     __device__ __forceinline__ bits16* at(int row_of_tile, int column) const {
         const int row = rows.first + row_of_tile;
         const long long token = rows.first_token + row / HEADS;
@@ -1121,8 +1121,8 @@ struct Target {
     }
 };
 
-// Merges 2^log_units units of `count` splits, all of which have arrived. Their rows are the same: what
-// belongs to a row is found once, by two lanes, and factors take the place of the weights.
+// Merges 2^log_units units of `count` splits, all of which have arrived. Their rows are the same:
+// what belongs to a row is found once, by two lanes, and factors take the place of the weights.
 __device__ __forceinline__ void merge_units(const Arriving& arriving, const Place& own,
                                             bool present, const Target& to, int count,
                                             int log_units) {
@@ -1201,10 +1201,9 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
 // of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. With 15 splits in flight a block
-// takes more than half of a multiprocessor's shared memory, so that no two share one while others stand
-// idle. It may be launched
-// before verify_partials_sm90 has ended, and waits before it reads what that kernel writes; blocks that
-// have nothing to merge do not wait, but for the first one.
+// takes more than half of a multiprocessor's shared memory, so that no two share one while others
+// stand idle. It may be launched before verify_partials_sm90 has ended, and waits before it reads
+// what that kernel writes; blocks that have nothing to merge do not wait, but for the first one.
 //
 // @kernel verify_combine_sm90
 // @arch sm_90a
@@ -1246,7 +1245,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
                                    weights + warp * WEIGHTS * WEIGHT_ROWS};
         const bool present = to.rows.has(own.row);
         hopper::wait_for_dependency();
-        if (sharing == 1 && turn.end - turn.begin << turn.log_units <= COMBINE_UNROLL) {
+        if (sharing == 1 && (turn.end - turn.begin) << turn.log_units <= COMBINE_UNROLL) {
             arriving.fetch(partial_out, partial_lse, own, present, turn.begin,
                            turn.end - turn.begin, 0, turn.log_units);
             merge_units(arriving, own, present, to, turn.end - turn.begin, turn.log_units);

@@ -22,7 +22,8 @@
 // leaves the registers. Keys and values of a tile lie in shared memory once, in a ring that cp.async
 // fills, with the pieces of a row exchanged by the row's number, so that ldmatrix meets no bank twice.
 //
-// Partials are bfloat16, normalised, with one base-2 log-sum-exp a row.
+// Partials are PARTIAL, normalised, with one base-2 log-sum-exp a row. Outputs of row tiles in one
+// piece are PARTIAL for a moment, too.
 //
 // A slot outside the pool is never read: a query row that sees it becomes NaN.
 //

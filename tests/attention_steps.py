@@ -254,8 +254,10 @@ class VerifyStep:
         written = bits if self.batch.dtype == "bf16" else bits.view(np.float16)
         tokens, right = self.batch.num_tokens, dense(self.batch)
         out, found = widen(written[:tokens]), []
-        # weights and the result are rounded once each, and partials to 11 bits; fp16 has a smallest step
-        roundings, least = (2.2, 1e-30) if self.batch.dtype == "bf16" else (3.1, 1e-6)
+        # weights, partials and the result are rounded once each; fp16 has a smallest step
+        finer = self.batch.dtype == "bf16" and self.attention.partial == "fp16"
+        roundings = 2.2 if finer else 3.1
+        least = {"bf16": 2.0**-24 if finer else 1e-30, "fp16": 1e-6}[self.batch.dtype]
         allowed = roundings * unit * right.magnitude + least
         off = ~(np.abs(out - right.out) <= allowed)
         if off.any():

@@ -32,7 +32,7 @@ from variant_cases import KINDS, OneKind
 
 gpu = pytest.mark.gpu
 
-FREE = ("HEADS", "LATENT", "ROPE", "GROUP")
+FREE = ("HEADS", "LATENT", "ROPE", "GROUP", "PARTIAL")
 """Values that callers are free to choose, and that the list has for some models only."""
 
 # these ops take fewer threads on the host lane than any GPU gets

@@ -21,6 +21,7 @@ from cuverify.compile import ARCHITECTURES, max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.errors import ArgumentError, CheckerError, CompileError, LaunchError
 from cuverify.kernel import Kernel
+from cuverify.narrow import narrow, widen
 from cuverify.ops.verify_attention import verify_attention_kernels
 from cuverify.resources import survey
 from cuverify.strategies import ELEMENTS, examples, verify_batches
@@ -174,7 +175,7 @@ def test_nothing_spills_and_products_stay_asynchronous(
 # --- the merge of the text for Hopper GPUs, which has nothing of theirs but a wait ----------------
 
 
-def merge_on_the_host_lane(old: str = "", new: str = "") -> Kernel:
+def merge_on_the_host_lane(old: str = "", new: str = "", **values: Any) -> Kernel:
     """Return the merge of the text for sm_90a, without all that the host lane cannot run.
 
     A text `old`, which stands there once, may become `new`.
@@ -188,7 +189,7 @@ def merge_on_the_host_lane(old: str = "", new: str = "") -> Kernel:
     text = f"{text[:first]}}}  // namespace\n\n{text[second:]}"
     wait = "namespace hopper { inline void wait_for_dependency() {} inline void launch_dependents() {} }"
     text = text.replace('#include "hopper.cuh"', wait).replace("// @arch sm_90a\n", "")
-    return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu")
+    return cuverify.load_kernel(text, kernel="verify_combine_sm90", name="merge.cu", **values)
 
 
 def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -236,6 +237,19 @@ def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> 
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"COMBINE_THREADS": 256, "COMBINE_UNROLL": 12},
+        {"COMBINE_THREADS": 256, "COMBINE_UNROLL": 18},
+        {"COMBINE_UNROLL": 9},
+        {"PARTIAL": "bf16"},
+    ],
+)
+def test_merging_in_other_forms(values: dict[str, Any]) -> None:
+    assert_all_merged(merge_on_the_host_lane(**values), **values)
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("unit * (COMBINE_WARPS * 32)", "unit * 32"),
@@ -260,20 +274,22 @@ def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
         assert_all_merged(kernel)
 
 
-def assert_all_merged(kernel: Kernel) -> None:
+def assert_all_merged(kernel: Kernel, **values: Any) -> None:
     """Merge by several units a warp, by more splits than are in flight, and by warps that share."""
-    assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3)
-    assert_merged(kernel, [40, 18, 20], [8, 5, 8], 13)
-    assert_merged(kernel, [13, 30], [3, 8], 64)
+    assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3, **values)
+    assert_merged(kernel, [40, 18, 20], [8, 5, 8], 13, **values)
+    assert_merged(kernel, [13, 30], [3, 8], 64, **values)
 
 
-def assert_merged(kernel: Kernel, splits: list[int], tokens: list[int], blocks: int) -> None:
+def assert_merged(
+    kernel: Kernel, splits: list[int], tokens: list[int], blocks: int, **values: Any
+) -> None:
     rng = np.random.default_rng(sum(splits))
     slots, requests, room = sum(splits), len(splits), len(splits) + 3
     # of different sizes in a row and from piece to piece
-    scale = np.exp2(rng.integers(-4, 9, 512))
-    values = rng.standard_normal((slots, 64, 512)) * scale
-    kept = (values * np.exp2(rng.integers(-4, 3, (slots, 1, 1)))).astype(np.float16)
+    numbers = rng.standard_normal((slots, 64, 512)) * np.exp2(rng.integers(-4, 9, 512))
+    numbers *= np.exp2(rng.integers(-4, 3, (slots, 1, 1)))
+    kept = narrow(numbers, values.get("PARTIAL", "fp16"))
     weights = (3 * rng.standard_normal((slots, 64))).astype(np.float32)
     weights[rng.random((slots, 64)) < 0.2] = -np.inf
     weights[: splits[0], 9] = -np.inf  # a row that sees nothing
@@ -288,10 +304,9 @@ def assert_merged(kernel: Kernel, splits: list[int], tokens: list[int], blocks: 
     lse = np.full((sum(tokens), 8), 7.0, np.float32)
     partials = np.stack([in_order_of_accumulators(slot) for slot in kept.view(np.int16)])
     with cuverify.checked(schedule="random", seed=3, max_accesses=100_000_000):
-        kernel(
-            blocks, 512, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse
-        )  # fmt: skip
-    exact = kept.astype(np.float64)
+        threads = values.get("COMBINE_THREADS", 512)
+        kernel(blocks, threads, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse)
+    exact = widen(kept).astype(np.float64)
     for request in range(requests):
         own = slice(bounds[request], bounds[request + 1])
         with np.errstate(invalid="ignore", divide="ignore"):

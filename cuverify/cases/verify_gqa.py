@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cuverify.cases.verify_attention import NUMPY_FLOPS
 from cuverify.errors import CaseError
@@ -26,6 +26,7 @@ from cuverify.verify_batch import VerifyBatch
 if TYPE_CHECKING:
     from cuverify.cases import Target
     from cuverify.kernel import Kernel
+    from cuverify.launching import PartialType
     from cuverify.verify_batch import DraftSource, IndexType
 
 _HOST_CTAS = 3
@@ -66,7 +67,7 @@ class VerifyGqaStep(ListedStep):
         *,
         num_ctas: int | None = None,
         combine_ctas: int | None = None,
-        partial: Literal["fp16", "bf16"] | None = None,
+        partial: PartialType | None = None,
         plan_values: Mapping[str, int] | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:

@@ -24,6 +24,7 @@ from cuverify.kernel import Kernel
 from cuverify.launching import (
     RESERVED_SHARED,
     Launched,
+    PartialType,
     capability,
     check_blocks,
     check_row_stride,
@@ -161,9 +162,9 @@ class VerifyAttention:
         Blocks that merge partials. At most one for each multiprocessor if absent, and 2 on the host
         lane.
     partial : {"fp16", "bf16"}, optional
-        The type of the partials of row tiles that are cut. fp16, which ends at 65,504, where a
-        result becomes infinite, and has steps of 2**-24 below 2**-14; with bf16 results are rounded
-        twice. fp16 if absent, but bf16 beside codes whose `kv_scale` is not in [2**-8, 2**7].
+        The type of partials, which in the portable text all results have for a moment; that of
+        `cuverify.launching.partial_type` if absent. bf16 is for results above 65,504 or mostly
+        below 2**-14.
     variant : {"portable", "sm90"}, optional
         The text; that of `cuverify.verify_variants.choose_variant` if absent.
     values : mapping of str to int, optional
@@ -219,7 +220,7 @@ class VerifyAttention:
         kv_scale: float = 1.0,
         workspace: AttentionWorkspace | None = None,
         combine_ctas: int | None = None,
-        partial: Element | None = None,
+        partial: PartialType | None = None,
         variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
@@ -356,9 +357,8 @@ def launched(arch: str) -> Iterator[Launched]:
             fitting = fitting_values(name, room, **{"LATENT": 512, "ROPE": 64, **choice.values})
             own = {**fitting, **choice.values}
             sets += [
-                {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, "PARTIAL": partial, **own}
+                {"ELEMENT": _OF_POOL[pool], "KV_ELEMENT": pool, "PARTIAL": "fp16", **own}
                 for pool in _OF_POOL
-                for partial in (("fp16", "bf16") if pool == "fp8_e4m3" else ("fp16",))
                 if variant.fits(512, 64, 1.0, pool)
             ]
         types = {"HEADS": RANK_HEADS, "LATENT": (512,), "ROPE": (64,)}

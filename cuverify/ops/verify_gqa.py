@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from cuverify.arguments import Tensor, device_of
 from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
@@ -26,6 +26,7 @@ from cuverify.launching import (
     HOST_CTAS,
     RESERVED_SHARED,
     Launched,
+    PartialType,
     check_int,
     check_row_stride,
     check_words,
@@ -46,7 +47,7 @@ from cuverify.ops.verify_plan import (
     max_row_tiles,
     plan_workspace,
 )
-from cuverify.sources import KernelSource
+from cuverify.sources import KernelSource, Value
 
 HEAD_DIM = 128
 """Columns of a query, a key and a value."""
@@ -282,9 +283,9 @@ class VerifyGqa:
         Blocks that merge partials of each KV head. Enough to fill the GPU with all heads if absent,
         and 2 on the host lane.
     partial : {"fp16", "bf16"}, optional
-        The type of the partials of row tiles that are cut. fp16 if absent, which ends at 65,504,
-        where a result becomes infinite, and has steps of 2**-24 below 2**-14; with bf16 results are
-        rounded twice.
+        The type of partials, which all results have for a moment; that of
+        `cuverify.launching.partial_type` if absent. bf16 is for results above 65,504 or mostly
+        below 2**-14.
     values : mapping of str to int, optional
         `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
 
@@ -294,6 +295,8 @@ class VerifyGqa:
         The two launches of a call.
     tokens, heads, kv_heads, group, rows : int
         N, H, KV heads, query heads of each, and query rows of a row tile.
+    partial : {"fp16", "bf16"}
+        The type of partials.
 
     Raises
     ------
@@ -330,7 +333,7 @@ class VerifyGqa:
         v_extend: Any = None,
         workspace: GqaWorkspace | None = None,
         combine_ctas: int | None = None,
-        partial: Literal["fp16", "bf16"] | None = None,
+        partial: PartialType | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         if plan.kv_indices is None:
@@ -405,10 +408,11 @@ class VerifyGqa:
         self.workspace = workspace
         self.tokens, self.heads, self.kv_heads = tokens, heads, kv_heads
         self.group, self.rows = group, rows
+        self.partial = partial_type(partial)
         chosen: dict[str, int | str] = {
             "GROUP": group,
             "ROWS": rows,
-            "PARTIAL": partial_type(partial),
+            "PARTIAL": self.partial,
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
@@ -424,8 +428,7 @@ class VerifyGqa:
             k_buffer, *keys.strides[:2], v_buffer, *pool_values.strides[:2], slots, kv_heads,
             plan.kv_indptr, plan.kv_indices, *extends, out_cache_loc,
             plan.qo_indptr, visible, words.shape[1], buffers.work, buffers.cta_work,
-            workspace.partial_out, workspace.partial_lse,
-            out, outputs["out"].strides[0], lse,
+            workspace.partial_out, workspace.partial_lse, out, outputs["out"].strides[0], lse,
         )  # fmt: skip
         self.combine = combine.bind(
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
@@ -456,7 +459,9 @@ class VerifyGqa:
 def launched(arch: str) -> Iterator[Launched]:
     """Yield the `-D` values that layers and their plans launch with; see `cuverify.launched`."""
     room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
-    sets = [{"ROWS": rows, "PARTIAL": "fp16", **fitting_values(rows, room)} for rows in ROW_TILES]
+    sets: list[dict[str, Value]] = [
+        {"ROWS": rows, "PARTIAL": "fp16", **fitting_values(rows, room)} for rows in ROW_TILES
+    ]
     yield Launched("verify_gqa", ("KV_INDEX", "QO_INDEX"), {"GROUP": MODEL_GROUPS}, sets)
     heads = sorted({group * ROW_TILE // rows for group in MODEL_GROUPS for rows in ROW_TILES})
     yield from launched_plans(heads, [PLAN_VALUES])

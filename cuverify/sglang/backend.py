@@ -16,6 +16,7 @@ from cuverify.verify_variants import VariantName, choose_variant
 if TYPE_CHECKING:
     import torch
 
+    from cuverify.launching import PartialType
     from cuverify.ops.verify_attention import Element
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
 
@@ -76,8 +77,8 @@ class VerifyBackend:
     variant: ClassVar[VariantName | None] = None
     text_values: ClassVar[Mapping[str, int] | None] = None
     """`-D` values of that text, in place of those that were tuned for the GPU and fit it."""
-    partial: ClassVar[Element | None] = None
-    """The type of partials, as for the op: bf16 for values beyond 65,504."""
+    partial: ClassVar[PartialType | None] = None
+    """The type of partials, as for the op."""
     kinds: ClassVar[Mapping[str, Narrow]] = {
         "torch.bfloat16": "bf16",
         "torch.float16": "fp16",
@@ -242,8 +243,8 @@ class VerifyBackend:
         from cuverify.ops.verify_attention import VerifyAttention
 
         kv = pool.get_key_buffer(layer.layer_id)
-        how = {"variant": self.text, "partial": self.partial, "values": self.text_values}
-        VerifyAttention(q, kv, out, lse, **how, **more)()
+        more |= {"variant": self.text, "partial": self.partial, "values": self.text_values}
+        VerifyAttention(q, kv, out, lse, **more)()
 
     # Parts
 

@@ -1,6 +1,6 @@
 // Merges the pieces of a row tile: the mean of its partial slots, weighted by their log-sum-exps.
 //
-// A row is a number of pieces, a piece is 8 columns of ELEMENT, and 32 pieces are a unit;
+// A row is a number of pieces, a piece is 8 columns of PARTIAL, and 32 pieces are a unit;
 // merge.cuh says which warps do which units. What several warps have read meets in shared memory.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include "ptx.cuh"
 #include "vector.cuh"
 
-// the type of partials and outputs: bf16 or fp16
+// the type of outputs: bf16 or fp16
 #ifndef ELEMENT
 #define ELEMENT bf16
 #endif

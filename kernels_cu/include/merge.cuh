@@ -1,11 +1,11 @@
-// How the blocks of a kernel that merges partials divide their work: row tiles have different numbers
-// of splits, which only the device knows, and the grid is fixed.
+// How the blocks of a kernel that merges partials divide their work: row tiles have different
+// numbers of splits, which only the device knows, and the grid is fixed.
 //
 // A row tile is a number of units. 1, 2, 4, ... warps share a unit's splits: one for every LEAST of
 // them, or for every 2, 4, ... LEAST until all turns find a block at once, or are no more than
-// without sharing: the longest row tile keeps most. Where there are more turns than blocks even so, a
-// warp does 2, 4, ... units of a few splits at once, as many as it has loads in flight for. A block
-// does as many units of one row tile in a turn as its warps can.
+// without sharing: the longest row tile keeps most. Where there are more turns than blocks even so,
+// a warp does 2, 4, ... units of a few splits at once, as many as it has loads in flight for. A
+// block does as many units of one row tile in a turn as its warps can.
 //
 // Every warp finds the turns of its block by itself: a lane reads what belongs to one row tile, all
 // of it at once, and hands it on through registers. Nobody waits, and no load waits for another one
@@ -54,8 +54,8 @@ struct Rows {
     __device__ __forceinline__ bool has(int row_of_tile) const { return first + row_of_tile < end; }
 };
 
-// The turns of a block of THREADS threads. A warp does several units at once, as far as their splits
-// are no more than IN_FLIGHT; 0: it does not. All lanes of all warps take part in every call.
+// The turns of a block of THREADS threads. A warp does several units at once, as far as their
+// splits are no more than IN_FLIGHT; 0: it does not. All lanes of all warps take part in every call.
 template <int UNITS, int THREADS, int LEAST, typename QoIndex, int IN_FLIGHT = 0>
 struct Turns {
     static constexpr int LOG_WARPS = log2_of<THREADS / 32>;  // at most 5
@@ -94,8 +94,9 @@ struct Turns {
         return (UNITS + (1 << log_at_once) - 1) >> log_at_once;
     }
 
-    // The exponent of the units of so many splits that a warp does at once: as many as there is room
-    // for, but where the lanes have `all` row tiles, no more than it takes for as many turns as blocks.
+    // The exponent of the units of so many splits that a warp does at once: as many as there is
+    // room for, but where the lanes have `all` row tiles, no more than it takes for as many turns as
+    // blocks.
     __device__ __forceinline__ static int log_units(int splits, bool all) {
         int room = 0;
 #pragma unroll
@@ -160,7 +161,7 @@ struct Turns {
             less += turns > free_turns;
         }
         int log_sharers = few ? max(wanted - less, 0) : 0;
-        // Where there are more row tiles than lanes, there are more turns than blocks.
+        // As many row tiles as lanes, or more, are taken for more turns than blocks.
         if (MOST > 0 && (!few || without > static_cast<int>(gridDim.x))) {
             log_sharers -= log_units(splits, few);
         }
