@@ -95,23 +95,29 @@ struct Turns {
     }
 
     // The exponent of the units of so many splits that a warp does at once: as many as there is
-    // room for, but where the lanes have `all` row tiles, no more than it takes for as many turns as
-    // blocks.
-    __device__ __forceinline__ static int log_units(int splits, bool all) {
+    // room for, but no more than it takes for as many turns as blocks. Where the lanes have not `all`
+    // row tiles, room is taken to be the same for all, and the last one that fits is looked for.
+    __device__ __forceinline__ int log_units(int splits, bool all) const {
         int room = 0;
 #pragma unroll
         for (int k = 1; k <= MOST; ++k) {
             room += splits << k <= IN_FLIGHT;
         }
+        const int blocks = static_cast<int>(gridDim.x);
+        int needed = 0;
         if (!all) {
-            return room;
+#pragma unroll
+            for (int k = 0; k < MOST; ++k) {
+                const int tile = blocks / turns_of(-k);
+                needed += tile < 32 || (tile < count && indptr[tile] < indptr[tile + 1]);
+            }
+            return min(room, needed);
         }
         int tiles_of[MOST + 1];  // that have room for 2^k
 #pragma unroll
         for (int k = 0; k <= MOST; ++k) {
             tiles_of[k] = __popc(__ballot_sync(ALL, splits > 0 && room == k));
         }
-        int needed = 0;
 #pragma unroll
         for (int k = 0; k < MOST; ++k) {
             int turns = 0;
@@ -119,7 +125,7 @@ struct Turns {
             for (int own = 0; own <= MOST; ++own) {
                 turns += tiles_of[own] * turns_of(-min(own, k));
             }
-            needed += turns > static_cast<int>(gridDim.x);
+            needed += turns > blocks;
         }
         return min(room, needed);
     }
@@ -161,7 +167,6 @@ struct Turns {
             less += turns > free_turns;
         }
         int log_sharers = few ? max(wanted - less, 0) : 0;
-        // As many row tiles as lanes, or more, are taken for more turns than blocks.
         if (MOST > 0 && (!few || without > static_cast<int>(gridDim.x))) {
             log_sharers -= log_units(splits, few);
         }
