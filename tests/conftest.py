@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--counts") is not None:
+        if getattr(config.option, "numprocesses", None):
+            raise pytest.UsageError("--counts: workers draw examples of their own; leave -n out")
         config.pluginmanager.register(_Counts(config), "counts of examples")
 
 

@@ -37,3 +37,13 @@ def test_counts_are_those_of_each_property_test(tmp_path: Path) -> None:
     assert record["tests"]["test_it.py::test_right"] == 100
     assert record["failed"] == ["test_it.py::test_wrong"]
     assert record["examples"] == sum(record["tests"].values())
+
+
+def test_workers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--counts={tmp_path / 'counts'}"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 4, ended.stdout
+    assert "leave -n out" in ended.stderr
+    assert not (tmp_path / "counts").exists()
