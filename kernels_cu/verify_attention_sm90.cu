@@ -8,12 +8,13 @@
 //   scores   S = Q K^T, the mask and the softmax; hands the probabilities on as they lie in
 //            registers, through a pair of buffers that nobody else has to understand
 //   values   two of them: O += P V, each for half of V's columns, read from the same tile of KV
-// A tile is free again when both have multiplied it. Held Q chunks are operands in registers; a
+// 16 rows of a tile are free again when both have multiplied them, and copies of other rows take
+// their place while the next 16 are multiplied. Held Q chunks are operands in registers; a
 // multiprocessor has no room for them beside the ring.
 //
 // The matrix units would share their time evenly among warpgroups that wait for them, and then
 // stand still while the softmax is computed. So the probabilities of a tile are handed on only when
-// the scores of the next tile have been multiplied, if that tile is there already: products with V
+// the scores of the next tile are all but multiplied, if that tile is there already: products with V
 // fill the time of the softmax.
 //
 // Partials lie in the order of the accumulators, in pieces of 16 bytes: piece (j x 2 + h) x 128 + t
@@ -77,6 +78,10 @@
 #ifndef RESCALE_ABOVE
 #define RESCALE_ABOVE 8
 #endif
+// products with K of a tile, of 36, behind which the probabilities of the tile before are handed on
+#ifndef HAND_ON_AFTER
+#define HAND_ON_AFTER 32
+#endif
 // registers of a thread in each role; together with those of the second values group 512
 #ifndef COPY_REGISTERS
 #define COPY_REGISTERS 32
@@ -127,11 +132,11 @@ constexpr int GIVEN_AT = QUERIES_AT + (CHUNKS - HELD) * QUERY_BYTES;
 constexpr int MASKS_AT = GIVEN_AT + 2 * GIVEN_BYTES;
 constexpr int NOTES_AT = MASKS_AT + TOKENS * MASK_WORDS * 8;
 constexpr int BARRIERS_AT = NOTES_AT + THREADS / 32 * 16;
-constexpr int FULL = 0;              // a ring slot holds a tile: COPY threads
-constexpr int FREE = FULL + SLOTS;   // it has been used up: the 8 warps that multiply with V
-constexpr int GIVEN = FREE + SLOTS;  // probabilities are in a buffer: 4 warps
-constexpr int TAKEN = GIVEN + 2;     // they have been loaded: 8 warps
-constexpr int ASKED = TAKEN + 2;     // the queries in shared memory have been used: 4 warps
+constexpr int FULL = 0;             // a ring slot holds a tile: COPY threads
+constexpr int FREE = FULL + SLOTS;  // 16 rows are used up: 8 warps (queries: 4, twice each)
+constexpr int GIVEN = FREE + SLOTS * K_STEPS;  // probabilities are in a buffer: 4 warps
+constexpr int TAKEN = GIVEN + 2;               // they have been loaded: 8 warps
+constexpr int ASKED = TAKEN + 2;  // the queries in shared memory have been used: 4 warps
 constexpr int BARRIERS = ASKED + 1;
 constexpr int SHARED_BYTES = 1024 + BARRIERS_AT + BARRIERS * 8;
 
@@ -139,6 +144,8 @@ static_assert(LATENT == 512 && ROPE == 64, "chunks are divided among warpgroups 
 static_assert(BYTES_OF(KV_ELEMENT) == 2, "wgmma takes rows as they are copied");
 static_assert(HEADS % 8 == 0 && HEADS >= 8, "a row tile has at most 8 tokens");
 static_assert(TILE == 32 || TILE == 48, "products are written for these");
+static_assert(COPY_ROWS == 16, "which are freed at once, too");
+static_assert(HAND_ON_AFTER >= 1 && HAND_ON_AFTER < CHUNKS * 4, "there are products behind it");
 static_assert(HELD >= 1 && HELD < CHUNKS && HELD * QUERY_BYTES <= TILE_BYTES,
               "the held chunks of Q come through a slot of the ring");
 static_assert(COPY_REGISTERS + SCORE_REGISTERS + 2 * VALUE_REGISTERS <= 512, "65,536 registers");
@@ -178,6 +185,10 @@ struct Room {
 
     __device__ __forceinline__ unsigned barrier(int number) const {
         return base + BARRIERS_AT + number * 8;
+    }
+    // Of 16 rows of a ring slot.
+    __device__ __forceinline__ unsigned free_rows(int slot, int step) const {
+        return barrier(FREE + slot * K_STEPS + step);
     }
     __device__ __forceinline__ unsigned tile(int slot) const { return base + slot * TILE_BYTES; }
     __device__ __forceinline__ unsigned given(int buffer) const {
@@ -402,7 +413,10 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
         if (number != share.x) {  // the first queries are copied by others
             hopper::wait(room.barrier(ASKED), asked);
             asked ^= 1;
-            hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < K_STEPS; ++i) {
+                hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
+            }
             copy_queries(queries, item, room.tile(turn.slot), room.base + QUERIES_AT, thread);
             hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
         }
@@ -412,10 +426,10 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
             const word64 own = row.find(source, item, position);
             position = min(position, item.end) + TILE;
             row.look_up(source, item, position);
-            hopper::wait(room.barrier(FREE + turn.slot), turn.parity ^ 1);
             const unsigned to = room.tile(turn.slot) + place;
 #pragma unroll
-            for (int i = 0; i < TILE / COPY_ROWS; ++i) {
+            for (int i = 0; i < K_STEPS; ++i) {
+                hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
                 copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES,
                          sub);
             }
@@ -451,18 +465,26 @@ struct Softmax {
     float max = minus_infinity();  // log2 domain, the same in all four threads
     float sum = 0.0f;              // over this thread's columns
 
-    // Takes the largest of this thread's scores of a tile; gives what to subtract from scores, and
-    // the factor for what has been accumulated before.
-    __device__ __forceinline__ void raise(float largest, float scale, float& base, float& factor) {
+    // What to subtract from scores.
+    __device__ __forceinline__ float base() const { return max == minus_infinity() ? 0.0f : max; }
+
+    // Whether the maximum is too small for a score, as it is for the first one.
+    __device__ __forceinline__ bool is_exceeded(float score) const {
+        return score > max + RESCALE_ABOVE;
+    }
+
+    // Takes the largest of this thread's scores of a tile, in the log2 domain. Gives the factor for
+    // what has been accumulated before.
+    __device__ __forceinline__ float raise(float largest) {
         largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2)) * scale;
-        factor = 1.0f;
-        if (largest > max + RESCALE_ABOVE) {  // also the first time, from -inf
+        largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, 2));
+        float factor = 1.0f;
+        if (is_exceeded(largest)) {
             factor = ptx::exp2_approx(max - largest);
             max = largest;
             sum *= factor;
         }
-        base = max == minus_infinity() ? 0.0f : max;
+        return factor;
     }
 
     // The base-2 log-sum-exp.
@@ -475,7 +497,8 @@ struct Softmax {
 
 using Scores = float[TILE / 2];
 
-// S = Q K^T, started; `held` are the first HELD chunks of Q, the others are at `others`.
+// S = Q K^T, started, as a group of HAND_ON_AFTER products and one of the rest; `held` are the first
+// HELD chunks of Q, the others are at `others`.
 __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned (&held)[HELD * 4][4],
                                               word64 others, word64 keys) {
     hopper::wgmma_fence();
@@ -488,6 +511,9 @@ __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned (&held)[
         } else {
             const word64 rows = others + (((chunk - HELD) * QUERY_BYTES + step % 4 * 32) >> 4);
             hopper::wgmma(s, rows, columns, step > 0);
+        }
+        if (step == HAND_ON_AFTER - 1) {
+            hopper::wgmma_commit();
         }
     }
     hopper::wgmma_commit();
@@ -533,26 +559,34 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
             }
             __syncwarp();
             if (lane == 0) {
-                hopper::arrive(room.barrier(FREE + turn.slot), 2);
+#pragma unroll
+                for (int i = 0; i < K_STEPS; ++i) {
+                    hopper::arrive(room.free_rows(turn.slot, i), 2);
+                }
             }
             turn.advance();
         }
         hopper::sync_warpgroup(1);  // the masks are there
 
         Softmax upper, lower;
-        int waiting = -1;  // the buffer whose probabilities are not handed on yet
+        // The tile to multiply is there, and so the probabilities of the one before are not handed on
+        // yet.
+        bool held_back = false;
         const int masked_from = min(item.prefix, item.end);
 #pragma unroll 1
         for (int start = item.begin; start < item.end; start += TILE) {
-            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
-            hopper::proxy_fence();
+            if (!held_back) {
+                hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+                hopper::proxy_fence();
+            }
             Scores x;
             multiply_keys(x, held, others, hopper::matrix(room.tile(turn.slot), 16));
             turn.advance();
-            hopper::wgmma_wait<0>();
-            if (waiting >= 0 && lane == 0) {
-                hopper::arrive(room.barrier(GIVEN + waiting));
+            hopper::wgmma_wait<1>();
+            if (held_back && lane == 0) {
+                hopper::arrive(room.barrier(GIVEN + (buffer ^ 1)));
             }
+            hopper::wgmma_wait<0>();
             const bool last = start + TILE >= item.end;
             if (last && lane == 0) {
                 hopper::arrive(room.barrier(ASKED));
@@ -580,10 +614,14 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
             for (int i = 0; i < TILE / 2; ++i) {
                 largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i]);
             }
-            float base[2];
-            float2 factor;
-            upper.raise(largest[0], scale, base[0], factor.x);
-            lower.raise(largest[1], scale, base[1], factor.y);
+            // Maxima seldom grow: then nobody has to ask the other threads for theirs.
+            float2 factor = make_float2(1.0f, 1.0f);
+            if (__any_sync(ALL, upper.is_exceeded(largest[0] * scale) ||
+                                    lower.is_exceeded(largest[1] * scale))) {
+                factor.x = upper.raise(largest[0] * scale);
+                factor.y = lower.raise(largest[1] * scale);
+            }
+            const float base[2] = {upper.base(), lower.base()};
             unsigned p[TILE / 4];
 #pragma unroll
             for (int i = 0; i < TILE / 2; i += 4) {
@@ -597,6 +635,10 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
                 p[i / 2 + 1] = element::pack(x[i + 2], x[i + 3]);
             }
             hopper::wait(room.barrier(TAKEN + buffer), taken);
+            held_back = !last && hopper::has_ended(room.barrier(FULL + turn.slot), turn.parity);
+            if (held_back) {
+                hopper::proxy_fence();  // before the stores, for which it would wait
+            }
             const unsigned to = room.given(buffer);
 #pragma unroll
             for (int step = 0; step < K_STEPS; ++step) {
@@ -606,12 +648,9 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
             }
             hopper::store8(to + K_STEPS * STEP_BYTES + thread * 8, factor);
             __syncwarp();
-            const bool hold =
-                !last && hopper::has_ended(room.barrier(FULL + turn.slot), turn.parity);
-            if (!hold && lane == 0) {
+            if (!held_back && lane == 0) {
                 hopper::arrive(room.barrier(GIVEN + buffer));
             }
-            waiting = hold ? buffer : -1;
             taken ^= buffer;
             buffer ^= 1;
         }
@@ -646,6 +685,21 @@ __device__ __forceinline__ void add_rounded(float2& sum, uint4 p) {
         element::first(p.y) + element::second(p.y) + (element::first(p.w) + element::second(p.w));
 }
 
+// While a tile's products with V run, what was rounded is added up, and 16 KV rows after 16 are free as
+// soon as theirs are done.
+template <int STEP = 0>
+__device__ __forceinline__ void finish_products(float2& sum, const unsigned (&p)[K_STEPS][4],
+                                                Room room, int slot, int lane) {
+    add_rounded(sum, make_uint4(p[STEP][0], p[STEP][1], p[STEP][2], p[STEP][3]));
+    hopper::wgmma_wait<K_STEPS - 1 - STEP>();
+    if (lane == 0) {
+        hopper::arrive(room.free_rows(slot, STEP));
+    }
+    if constexpr (STEP + 1 < K_STEPS) {
+        finish_products<STEP + 1>(sum, p, room, slot, lane);
+    }
+}
+
 // `PARTS` times 128 columns of V from chunk `first_chunk` on.
 template <int PARTS>
 __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const Item& first,
@@ -669,6 +723,10 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
         float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
+            // Probabilities that are given say that the tile is there. It mostly is long before; so the
+            // fence is over when they come.
+            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+            hopper::proxy_fence();
             hopper::wait(room.barrier(GIVEN + buffer), given);
             const unsigned from = room.given(buffer);
             unsigned p[K_STEPS][4];
@@ -687,8 +745,6 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
             }
             given ^= buffer;
             buffer ^= 1;
-            hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
-            hopper::proxy_fence();
             if (__any_sync(ALL, factor.x != 1.0f || factor.y != 1.0f)) {
                 sum.x *= factor.x;
                 sum.y *= factor.y;
@@ -714,16 +770,9 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
                         values + ((step * 16 * ROW_BYTES + part * 2 * BLOCK_BYTES) >> 4),
                         tile > 0 || step > 0);
                 }
+                hopper::wgmma_commit();
             }
-            hopper::wgmma_commit();
-#pragma unroll
-            for (int step = 0; step < K_STEPS; ++step) {
-                add_rounded(sum, make_uint4(p[step][0], p[step][1], p[step][2], p[step][3]));
-            }
-            hopper::wgmma_wait<0>();
-            if (lane == 0) {
-                hopper::arrive(room.barrier(FREE + turn.slot));
-            }
+            finish_products(sum, p, room, turn.slot, lane);
             turn.advance();
         }
         sum.x += __shfl_xor_sync(ALL, sum.x, 1);
@@ -822,7 +871,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param out_stride         value   int64                   multiple of 8
 // @param lse                write   fp32 [tokens, HEADS]    natural logarithm
 // @block 512
-// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 256 + 16 * SLOTS + 40 + 1024
+// @shared SLOTS * TILE * 1152 + (9 - HELD) * 8192 + TILE * 256 + 2048 + 320 + 256 + 8 * SLOTS + SLOTS * TILE // 2 + 40 + 1024
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     verify_partials_sm90(const bits16* __restrict__ q_latent, const bits16* __restrict__ q_rope,
                          long long q_stride, long long q_head_stride, long long rope_stride,
@@ -845,7 +894,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == THREADS - 1) {
         for (int slot = 0; slot < SLOTS; ++slot) {
             hopper::barrier_init(room.barrier(FULL + slot), GROUP_THREADS);
-            hopper::barrier_init(room.barrier(FREE + slot), 8);
+            for (int i = 0; i < K_STEPS; ++i) {
+                hopper::barrier_init(room.free_rows(slot, i), 8);
+            }
         }
         for (int buffer = 0; buffer < 2; ++buffer) {
             hopper::barrier_init(room.barrier(GIVEN + buffer), 4);

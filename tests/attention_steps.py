@@ -49,6 +49,14 @@ def bf16(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
+def assert_rounded_once(
+    out: NDArray[np.float64], right: NDArray[np.float64], partial: Element | None
+) -> None:
+    """Check results of bf16 that were cut, and rounded by nothing else: `partial` is their type."""
+    half_a_step = np.exp2(np.frexp(right)[1] - 9)
+    assert (np.abs(out - right) <= half_a_step + UNITS[partial or "fp16"] * right).all()
+
+
 @dataclass(frozen=True)
 class Dense:
     """What attention should give, and per element the weighted mean of the values' magnitudes."""

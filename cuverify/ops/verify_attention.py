@@ -106,8 +106,8 @@ class AttentionWorkspace:
     Attributes
     ----------
     partial_out : tensor of int16, shape (slots, 64, latent)
-        Normalised outputs of one piece, in the order of the text that attends: the bits of fp16, or
-        of bf16 where the `-D` value PARTIAL says so.
+        Normalised outputs of one piece, in the order of the text that attends: the bits of the
+        attention's `partial`.
     partial_lse : tensor of float32, shape (slots, 64)
         Their log-sum-exps, to base 2.
     """

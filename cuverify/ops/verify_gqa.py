@@ -231,8 +231,7 @@ class GqaWorkspace:
     Attributes
     ----------
     partial_out : tensor of int16, shape (slots, kv_heads, rows, 128)
-        Normalised outputs of one piece: the bits of fp16, or of bf16 where the `-D` value PARTIAL
-        says so.
+        Normalised outputs of one piece: the bits of the attention's `partial`.
     partial_lse : tensor of float32, shape (slots, kv_heads, rows)
         Their log-sum-exps, to base 2.
     """

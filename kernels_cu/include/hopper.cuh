@@ -58,7 +58,7 @@ __device__ __forceinline__ void wait(unsigned barrier, int parity) {
         : "memory");
 }
 
-// Whether it has, for the whole warp alike.
+// Whether it has, as all threads of the warp see it.
 __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
     int done;
     asm volatile(
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-    return __any_sync(0xffffffffu, done);
+    return __all_sync(0xffffffffu, done);
 }
 
 // A barrier of 128 threads; numbers from 1.
