@@ -428,36 +428,31 @@ __device__ void prefetch_part(const char* source, const Column& column) {
     }
 }
 
-// A group's way through all pairs (row, column): one column where there are as many groups as columns,
-// so that what a column is has to be read once, and groups side by side have neighbouring columns of
-// one row.
+// A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
+// numbers, since there can be more pairs than 32 bits count.
 struct Walk {
-    unsigned first_row;
+    unsigned row;
+    unsigned column;
     unsigned row_step;
-    unsigned first_column;
     unsigned column_step;
     unsigned columns;
 
-    __device__ Walk(unsigned threads, unsigned extent) : columns(extent) {
-        const unsigned groups = gridDim.x * (threads / LANES);
-        const unsigned group = blockIdx.x * (threads / LANES) + threadIdx.x / LANES;
-        row_step = groups >= extent ? groups / extent : 1;
-        first_row = group / extent;
-        // A few groups are left over.
-        first_column = first_row < row_step ? group % extent : extent;
-        column_step = groups >= extent ? extent : groups;
+    __device__ Walk(unsigned threads, unsigned extent) {
+        const unsigned groups = threads / LANES;
+        const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
+        row = group / extent;
+        column = group % extent;
+        row_step = gridDim.x * groups / extent;
+        column_step = gridDim.x * groups % extent;
+        columns = extent;
     }
 
-    // Calls `visit(row, column, part)` for the first `rows` rows; `part` is what the table says of
-    // column `offset + column`.
-    template <class Visit>
-    __device__ void go(unsigned rows, const unsigned long long* table, unsigned offset,
-                       const Visit& visit) const {
-        for (unsigned column = first_column; column < columns; column += column_step) {
-            const Column part(table, offset + column);
-            for (unsigned row = first_row; row < rows; row += row_step) {
-                visit(row, column, part);
-            }
+    __device__ void step() {
+        row += row_step;
+        column += column_step;
+        if (column >= columns) {
+            column -= columns;
+            ++row;
         }
     }
 };
@@ -465,39 +460,14 @@ struct Walk {
 // Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
 // right.
 template <unsigned PIECES>
-__device__ void move_disjoint(const Walk& walk, const unsigned long long* places,
-                              unsigned page_bits, const long long* src, const long long* dst,
-                              unsigned rows) {
-    walk.go(rows, places, 0, [&](unsigned row, unsigned, const Column& column) {
-        const long long from = src[row];
-        const long long to = dst[row];
+__device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
+                              const long long* src, const long long* dst, unsigned rows) {
+    for (; walk.row < rows; walk.step()) {
+        const long long from = src[walk.row];
+        const long long to = dst[walk.row];
         if (from != to) {
+            const Column column(places, walk.column);
             move_part<PIECES>(column.at(from, page_bits), column.at(to, page_bits), column);
-        }
-    });
-}
-
-// The same where a group has one column at most and registers are for what is in flight: what the
-// column is lies in `words`, in shared memory, four of each group.
-template <unsigned PIECES>
-__device__ void move_in_flight(const Walk& walk, const unsigned long long* places,
-                               unsigned long long* words, unsigned page_bits, const long long* src,
-                               const long long* dst, unsigned rows) {
-    if (walk.first_column >= walk.columns) {
-        return;
-    }
-    words += 4 * (threadIdx.x / LANES);
-    if (threadIdx.x % LANES < 4) {
-        words[threadIdx.x % LANES] = places[4ull * walk.first_column + threadIdx.x % LANES];
-    }
-    __syncwarp(0xffu << (threadIdx.x % 32 / LANES * LANES));
-#pragma unroll 1
-    for (unsigned row = walk.first_row; row < rows; row += walk.row_step) {
-        const long long from = src[row];
-        const long long to = dst[row];
-        if (from != to) {
-            const Column part(words, 0);
-            move_part<PIECES>(part.at(from, page_bits), part.at(to, page_bits), part);
         }
     }
 }
@@ -840,7 +810,6 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
                   int page_slots, const long long* __restrict__ src,
                   const long long* __restrict__ dst, const int* __restrict__ count, int capacity,
                   long long num_slots, int buckets, int* status) {
-    SHARED_ARRAY(unsigned long long, words, [LIST_THREADS / LANES * 4]);
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, unsigned, first, 1);
     CARVE(cursor, long long, from, capacity);
@@ -868,12 +837,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     }
     Asked asked[LIST_PREFETCH];
     if (!by_column) {
+        Walk ahead = walk;
 #pragma unroll
-        for (int k = 0; k < LIST_PREFETCH; ++k) {
-            const bool has_one = walk.first_column < walk.columns;
-            asked[k].row = has_one ? walk.first_row + k * walk.row_step : NOBODY;
-            asked[k].from = asked[k].row < room ? src[asked[k].row] : -1;
-            asked[k].column = Column(places, has_one ? walk.first_column : 0);
+        for (int k = 0; k < LIST_PREFETCH; ++k, ahead.step()) {
+            asked[k].row = ahead.row;
+            asked[k].from = ahead.row < room ? src[ahead.row] : -1;
+            asked[k].column = Column(places, ahead.column);
         }
     }
     for (unsigned at = threadIdx.x; at < written.buckets; at += LIST_THREADS) {
@@ -944,11 +913,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         overlaps = __syncthreads_or(overlaps) != 0;
     }
     if (!by_column && !overlaps) {
-        if (walk.column_step == walk.columns) {
-            move_in_flight<LIST_UNROLL>(walk, places, words, page_bits, from, to, rows);
-        } else {
-            move_disjoint<1>(walk, places, page_bits, from, to, rows);
-        }
+        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;
@@ -1183,13 +1148,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (part.columns == 0) {
         return;
     }
-    const Walk walk(ROWS_THREADS, part.columns);
-    walk.go(static_cast<unsigned>(rows), places, part.first,
-            [&](unsigned row, unsigned number, const Column& column) {
-                move_part<UNROLL>(column.at(src[staged[row]], log2_of(page_slots)),
-                                  reinterpret_cast<char*>(scratch) + part.offset(number, row),
-                                  column);
-            });
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
+         walk.step()) {
+        const Column column(places, part.first + walk.column);
+        move_part<UNROLL>(column.at(src[staged[walk.row]], log2_of(page_slots)),
+                          reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row),
+                          column);
+    }
 }
 
 // Moves the rows of one phase, in the columns of one round, after `relocate_stage` for it and all
@@ -1233,16 +1198,16 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     }
     const unsigned page_bits = log2_of(page_slots);
     const int* listed = phases + 2ll * phase * capacity;
-    const Walk walk(ROWS_THREADS, part.columns);
-    walk.go(static_cast<unsigned>(counts[phase]), places, part.first,
-            [&](unsigned number, unsigned column, const Column& own) {
-                const int row = listed[2 * number];
-                const int place = listed[2 * number + 1];
-                const char* source =
-                    place < 0 ? own.at(src[row], page_bits)
-                              : reinterpret_cast<const char*>(scratch) + part.offset(column, place);
-                move_part<UNROLL>(source, own.at(dst[row], page_bits), own);
-            });
+    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
+         walk.step()) {
+        const int row = listed[2 * walk.row];
+        const int place = listed[2 * walk.row + 1];
+        const Column column(places, part.first + walk.column);
+        const char* source =
+            place < 0 ? column.at(src[row], page_bits)
+                      : reinterpret_cast<const char*>(scratch) + part.offset(walk.column, place);
+        move_part<UNROLL>(source, column.at(dst[row], page_bits), column);
+    }
 }
 
 // Moves the rows of a list that `relocate_check` found legal and that does not overlap.
