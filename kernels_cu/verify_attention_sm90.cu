@@ -402,6 +402,7 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
     const int own_row = thread / 32 * 4 + lane % 4 + lane / 4 * COPY_ROWS;
     Turn turn;
     int asked = 0;  // the parity to wait for
+    int again = 0;  // whether ring slots have been used before
 #pragma unroll 1
     for (int number = share.x; number < share.y; number += share.z) {
         if (number != share.x) {
@@ -427,9 +428,12 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
             position = min(position, item.end) + TILE;
             row.look_up(source, item, position);
             const unsigned to = room.tile(turn.slot) + place;
+            again |= turn.parity;
 #pragma unroll
             for (int i = 0; i < K_STEPS; ++i) {
-                hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
+                if (again != 0) {
+                    hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
+                }
                 copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES,
                          sub);
             }
@@ -992,17 +996,22 @@ struct Mean {
 
 constexpr int PIECES = ROW_TILE * LATENT / PIECE;  // of a slot
 
-// What a lane of a unit has of the partials of a row tile.
+// What a lane of a unit has of the partials of a row tile. Units of the same 16 rows follow each other,
+// by columns.
 struct Place {
+    static constexpr int COLUMNS = 16;       // of a unit
+    static constexpr int STEP = 2 * 4 * 32;  // pieces from a unit to the next
+
     int piece;
     int row;     // and the 8th behind it
     int column;  // and the next, and both of the 8th behind it
 
     __device__ __forceinline__ Place(int unit, int lane) {
-        const int owner = unit % 8;  // of the eight warps of the values groups
-        piece = unit * 32 + lane;
-        row = owner % 4 * 16 + lane / 4;
-        column = owner / 4 * 256 + unit / 8 * 16 + lane % 4 * 2;
+        const int rows = unit / 32;  // which warp of a values group had them
+        const int group = unit / 16 % 2;
+        piece = unit % 16 * STEP + (group * 4 + rows) * 32 + lane;
+        row = rows * 16 + lane / 4;
+        column = group * 256 + unit % 16 * COLUMNS + lane % 4 * 2;
     }
 };
 
@@ -1019,8 +1028,8 @@ struct Arriving {
     uint4* pieces;   // [COMBINE_UNROLL, 32]
     float* weights;  // [WEIGHTS, WEIGHT_ROWS]
 
-    // Brings `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that are
-    // COMBINE_WARPS apart. `present` is false in a lane whose rows are of no query.
+    // Brings `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that follow
+    // each other. `present` is false in a lane whose rows are of no query.
     __device__ __forceinline__ void fetch(const short* partial_out, const float* partial_lse,
                                           const Place& own, bool present, int slot, int count,
                                           int log_step, int log_units) const {
@@ -1038,9 +1047,8 @@ struct Arriving {
         for (int k = 0; k < own_pieces; ++k) {
             const long long from = slot + (k >> log_units << log_step);
             const int unit = k & ((1 << log_units) - 1);
-            ptx::cp_async16(
-                pieces + k * 32 + lane,
-                partial_out + (from * PIECES + own.piece + unit * (COMBINE_WARPS * 32)) * PIECE);
+            ptx::cp_async16(pieces + k * 32 + lane,
+                            partial_out + (from * PIECES + own.piece + unit * Place::STEP) * PIECE);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -1232,7 +1240,7 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
             value[6] = fmaf(second, partials::first(piece.w), value[6]);
             value[7] = fmaf(second, partials::second(piece.w), value[7]);
         }
-        const int column = unit * (COMBINE_WARPS / 8 * 16);  // from unit to unit
+        const int column = unit * Place::COLUMNS;
         *reinterpret_cast<unsigned*>(to_upper + column) =
             element::pack(value[0] * of_upper, value[1] * of_upper);
         *reinterpret_cast<unsigned*>(to_upper + column + 8) =
@@ -1262,9 +1270,8 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
 // @param partial_out read int16 [slots, 64, LATENT] align=16  PARTIAL, normalised; order see above
 // @param partial_lse    read   fp32 [slots, 64] align=16  base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
-// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param combine_tiles  read   int32 [tiles, 4] align=16  as verify_plan writes them
 // @param tiles          value  int32                 most row tiles that can be cut
-// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
 // @param out            update ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
@@ -1274,8 +1281,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     verify_combine_sm90(const short* __restrict__ partial_out,
                         const float* __restrict__ partial_lse,
                         const int* __restrict__ combine_indptr,
-                        const int* __restrict__ combine_tiles, int tiles,
-                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                        const int* __restrict__ combine_tiles, int tiles, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
@@ -1284,14 +1290,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX, COMBINE_UNROLL> turns(
-        combine_indptr, combine_tiles, tiles, qo_indptr);
+    merge::Turns<PIECES / 32, ROW_TILE, 16, HEADS, COMBINE_THREADS, COMBINE_LEAST, COMBINE_UNROLL>
+        turns(combine_indptr, combine_tiles, tiles);
     merge::Turn turn;
     hopper::launch_dependents();  // they wait until this kernel has ended
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
-        const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
-        const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
+        const Place own(turn.first_unit + ((warp << turn.log_units) >> turn.log_sharers), lane);
+        const Target to = {turns.rows(turn), out, out_stride, lse};
         const Arriving arriving = {pieces + warp * COMBINE_UNROLL * 32,
                                    weights + warp * WEIGHTS * WEIGHT_ROWS};
         const bool present = to.rows.has(own.row);

@@ -40,8 +40,9 @@
 //                   row tile j of each of its team's bundles; the fourth word is 0. With halves, the
 //                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
 //                   the columns, 2 for the second
-//   combine_tiles   the row tiles of more than one piece, in order; combine_indptr bounds their
-//                   partial slots, which are numbered from 0 without gaps, row tile by row tile
+//   combine_tiles   the row tiles of more than one piece, in order, and what a merge needs to know of
+//                   their requests: the first token and the number of tokens; combine_indptr bounds
+//                   their partial slots, which are numbered from 0 without gaps, row tile by row tile
 //   status          [0] PLANNED or what is wrong, [1] the request, [2] low and [3] high word of the
 //                   value at fault
 // Every output is written completely by every launch, by whole numbers only: the same inputs always
@@ -312,7 +313,7 @@ __device__ int width_of(int divisor, int num_ctas) {
 // @param work              write int32 [max_work, 6]   request, row tile, begin, end, slot, splits
 // @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, half
 // @param combine_indptr    write int32 [num_ctas + 1]  bounds of each cut row tile's slots
-// @param combine_tiles     write int32 [num_ctas, 2]   request, row tile; -1 behind the last
+// @param combine_tiles write int32 [num_ctas, 4]  request, row tile, first token, tokens; then -1
 // @param kv_indptr?        write int32 [batch + 1]     bounds of each prefix in kv_indices
 // @param kv_indices?       update KV_INDEX [*]         slots of all prefixes
 // @param status            write int32 [4]             code, request, value's low and high word
@@ -596,8 +597,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         to[5] = cuts + 1;
         if (is_first && cuts > 0) {
             const int tile = width * cut_ahead + side;
-            combine_tiles[2 * tile] = b;
-            combine_tiles[2 * tile + 1] = row_tile;
+            int* cut_tile = combine_tiles + 4 * tile;
+            cut_tile[0] = b;
+            cut_tile[1] = row_tile;
+            cut_tile[2] = static_cast<int>(qo_indptr[b]);
+            cut_tile[3] = requests[b].tokens;
             combine_indptr[tile] = slots;
         }
     }
@@ -627,7 +631,10 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     for (int tile = cut_tiles + thread; tile <= num_ctas; tile += PLAN_THREADS) {
         combine_indptr[tile] = width * kept_cuts + cut_tiles;
         if (tile < num_ctas) {
-            combine_tiles[2 * tile] = combine_tiles[2 * tile + 1] = -1;
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                combine_tiles[4 * tile + word] = -1;
+            }
         }
     }
 }

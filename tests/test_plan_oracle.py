@@ -83,7 +83,7 @@ def test_one_request_is_cut_evenly() -> None:
         [0, 0, 3024, 4000, 3, 4],
     ]
     assert plan.cta_work.tolist() == [[0, 1, 1, 0], [1, 2, 1, 0], [2, 3, 1, 0], [3, 4, 1, 0]]
-    assert plan.combine_tiles.tolist() == [[0, 0], [-1, -1], [-1, -1], [-1, -1]]
+    assert plan.combine_tiles.tolist() == [[0, 0, 0, 8], *[[-1] * 4] * 3]
     assert plan.combine_indptr.tolist() == [0, 4, 4, 4, 4]
     assert plan.kv_indptr.tolist() == [0, 4000]
 
@@ -188,6 +188,8 @@ def assign(at: Any, value: Any) -> Any:
         ("combine_tiles", assign((0, 1), 1), "are combined"),
         ("combine_tiles", assign((0, 0), -1), "are combined"),
         ("combine_tiles", assign((2, 1), 0), "behind the last that is combined"),
+        ("combine_tiles", assign((0, 2), 1), "combines 8 tokens from 1 on"),
+        ("combine_tiles", assign((0, 3), 7), "combines 7 tokens from 0 on"),
         ("combine_indptr", assign(1, 3), "combines 0 to 3"),
         ("cta_work", assign((0, 1), 0), "entry 0 is run 0 times"),
         ("cta_work", assign((1, 0), 0), "entry 0 is run 2 times"),
