@@ -902,17 +902,16 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
             overlaps |= from[row] != to[row];
         }
     }
-    if (__syncthreads_or(illegal) != 0) {
+    // One barrier says that nothing is special about a list. Who moves column by column need not know
+    // whether rows overlap, and says so last.
+    const bool special = __syncthreads_or(illegal || (!by_column && overlaps)) != 0;
+    if (special && __syncthreads_or(illegal) != 0) {
         if (blockIdx.x == 0) {
             report_short(given, rows, first, status);
         }
         return;
     }
-    // Who moves column by column need not know whether rows overlap, and says so last.
-    if (!by_column) {
-        overlaps = __syncthreads_or(overlaps) != 0;
-    }
-    if (!by_column && !overlaps) {
+    if (!by_column && !special) {
         move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
@@ -937,8 +936,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         }
     }
     if (blockIdx.x == 0) {
-        overlaps = __syncthreads_or(overlaps) != 0;
-        write_status(status, LEGAL, -1, overlaps);
+        write_status(status, LEGAL, -1, by_column ? __syncthreads_or(overlaps) != 0 : special);
     }
 }
 
