@@ -959,38 +959,88 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 namespace {
 
-// What a lane of verify_combine_sm90 has of two query rows: the weighted mean of 4 columns of each.
-struct Mean {
-    float max;  // log2 domain; -inf before the first piece that counts
-    float weight;
-    float value[4];
+// What a lane of verify_combine_sm90 has of the splits' weights: two lanes have those of one of the 16
+// query rows of a unit.
+constexpr int WEIGHT_ROWS = 16;
+
+struct RowWeight {
+    float max;  // log2 domain; -inf before the first split that counts
+    float sum;  // of the splits' factors
 
     __device__ __forceinline__ void clear() {
         max = minus_infinity();
-        weight = value[0] = value[1] = value[2] = value[3] = 0.0f;
+        sum = 0.0f;
     }
 
-    // Prepares for pieces of weight up to 2^largest.
-    __device__ __forceinline__ void raise(float largest) {
-        if (largest > max) {
-            const float factor = ptx::exp2_approx(max - largest);
-            max = largest;
-            weight *= factor;
+    // Turns the weights of `count` splits, WEIGHT_ROWS a split, into factors. Gives that of what was
+    // added before.
+    __device__ __forceinline__ float take(float* weights, int count) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        float* own = weights + lane % WEIGHT_ROWS;
+        float largest = max;
+#pragma unroll 4
+        for (int k = 0; k < count; ++k) {
+            largest = fmaxf(largest, own[k * WEIGHT_ROWS]);
+        }
+        __syncwarp();  // both lanes have compared
+        const float before = max == minus_infinity() ? 0.0f : ptx::exp2_approx(max - largest);
+        float added = 0.0f;
+#pragma unroll 2
+        for (int k = lane / WEIGHT_ROWS; k < count; k += 2) {
+            const float weight = own[k * WEIGHT_ROWS];
+            const float factor =
+                weight == minus_infinity() ? 0.0f : ptx::exp2_approx(weight - largest);
+            own[k * WEIGHT_ROWS] = factor;
+            added += factor;
+        }
+        added += __shfl_xor_sync(ALL, added, WEIGHT_ROWS);
+        __syncwarp();  // all factors are there
+        sum = fmaf(sum, before, added);
+        max = largest;
+        return before;
+    }
+
+    __device__ __forceinline__ float inverse() const { return sum != 0.0f ? 1.0f / sum : 0.0f; }
+    __device__ __forceinline__ float log_sum() const {
+        return sum != 0.0f ? max + log2f(sum) : minus_infinity();
+    }
+};
+
+// A number that the two lanes of a row know, for the lanes that have columns of it.
+__device__ __forceinline__ float of_upper(float known) {
+    return __shfl_sync(ALL, known, static_cast<int>(threadIdx.x) % 32 / 4);
+}
+__device__ __forceinline__ float of_lower(float known) {
+    return __shfl_sync(ALL, known, static_cast<int>(threadIdx.x) % 32 / 4 + 8);
+}
+
+// What a lane has of two query rows, the 8th behind the other, as pieces have it: {row, c}, {row + 8, c},
+// {row, c + 8}, {row + 8, c + 8}, two columns each.
+struct Columns {
+    float value[8];
+
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                value[i] *= factor;
-            }
+        for (int i = 0; i < 8; ++i) {
+            value[i] = 0.0f;
         }
     }
 
-    __device__ __forceinline__ void add(float log_weight, unsigned first, unsigned second) {
-        const float factor =
-            log_weight == minus_infinity() ? 0.0f : ptx::exp2_approx(log_weight - max);
-        weight += factor;
-        value[0] = fmaf(factor, partials::first(first), value[0]);
-        value[1] = fmaf(factor, partials::second(first), value[1]);
-        value[2] = fmaf(factor, partials::first(second), value[2]);
-        value[3] = fmaf(factor, partials::second(second), value[3]);
+    __device__ __forceinline__ void scale(float upper, float lower) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            value[i] *= i / 2 % 2 == 0 ? upper : lower;
+        }
+    }
+
+    __device__ __forceinline__ void add(float upper, float lower, uint4 piece) {
+        const unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float factor = i % 2 == 0 ? upper : lower;
+            value[2 * i] = fmaf(factor, partials::first(words[i]), value[2 * i]);
+            value[2 * i + 1] = fmaf(factor, partials::second(words[i]), value[2 * i + 1]);
+        }
     }
 };
 
@@ -1015,10 +1065,13 @@ struct Place {
     }
 };
 
-// What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
-using Share = float[2][6][32];
+// What a warp has in shared memory of a unit: eight values of each lane, then the maximum and the
+// weight of each row. Four of them lie 8 banks behind the four before.
+constexpr int MAXIMA_AT = 8 * 32;
+constexpr int SUMS_AT = MAXIMA_AT + WEIGHT_ROWS;
+constexpr int SHARE = SUMS_AT + WEIGHT_ROWS + 2;
+static_assert(4 * SHARE % 32 == 8, "lanes of four groups of shares find them in different banks");
 
-constexpr int WEIGHT_ROWS = 16;  // that a unit has
 constexpr int WEIGHTS =
     (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
 
@@ -1028,8 +1081,9 @@ struct Arriving {
     uint4* pieces;   // [COMBINE_UNROLL, 32]
     float* weights;  // [WEIGHTS, WEIGHT_ROWS]
 
-    // Brings `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that follow
-    // each other. `present` is false in a lane whose rows are of no query.
+    // Starts to bring `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that
+    // follow each other: all weights and half of the pieces first. `present` is false in a lane whose
+    // rows are of no query.
     __device__ __forceinline__ void fetch(const short* partial_out, const float* partial_lse,
                                           const Place& own, bool present, int slot, int count,
                                           int log_step, int log_units) const {
@@ -1043,60 +1097,57 @@ struct Arriving {
                             partial_lse + from * ROW_TILE + first_row + lane % 4 * 4);
         }
         const int own_pieces = present ? count << log_units : 0;
+        int k = 0;
 #pragma unroll 1
-        for (int k = 0; k < own_pieces; ++k) {
-            const long long from = slot + (k >> log_units << log_step);
-            const int unit = k & ((1 << log_units) - 1);
-            ptx::cp_async16(pieces + k * 32 + lane,
-                            partial_out + (from * PIECES + own.piece + unit * Place::STEP) * PIECE);
+        for (int until = own_pieces / 2, group = 0; group < 2; until = own_pieces, ++group) {
+#pragma unroll 1
+            for (; k < until; ++k) {
+                const long long from = slot + (k >> log_units << log_step);
+                const int unit = k & ((1 << log_units) - 1);
+                ptx::cp_async16(
+                    pieces + k * 32 + lane,
+                    partial_out + (from * PIECES + own.piece + unit * Place::STEP) * PIECE);
+            }
+            ptx::cp_async_commit();
         }
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
+    }
+
+    // Until all but the last `Left` groups are here.
+    template <int Left>
+    __device__ __forceinline__ void wait() const {
+        ptx::cp_async_wait<Left>();
         __syncwarp();
     }
 };
 
-// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight. The loops are
-// short: a step is so brief that instructions count that are met once.
-__device__ __forceinline__ void gather(Mean (&mean)[2], const Arriving& arriving,
+// Adds every 2^log_step-th split from `slot` on, COMBINE_UNROLL of them in flight; `counts` is whether
+// this lane's row is a query's. The loops are short: a step is so brief that instructions count that
+// are met once.
+__device__ __forceinline__ void gather(Columns& columns, RowWeight& row, const Arriving& arriving,
                                        const short* partial_out, const float* partial_lse,
-                                       const Place& own, bool present, int slot, int end,
-                                       int log_step) {
-    const float* weights = arriving.weights;
+                                       const Place& own, bool present, bool counts, int slot,
+                                       int end, int log_step) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int upper = lane / 4;  // of WEIGHT_ROWS; and the 8th behind it
-    const int lower = upper + 8;
+    const float* upper = arriving.weights + lane / 4;
+    const uint4* pieces = arriving.pieces + lane;
 #pragma unroll 1
     for (; slot < end; slot += COMBINE_UNROLL << log_step) {
         const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
         arriving.fetch(partial_out, partial_lse, own, present, slot, count, log_step, 0);
+        arriving.wait<1>();
+        const float before = row.take(arriving.weights, counts ? count : 0);
+        columns.scale(of_upper(before), of_lower(before));
         const int own_count = present ? count : 0;
-        float largest[2] = {minus_infinity(), minus_infinity()};
-#pragma unroll 3
-        for (int k = 0; k < own_count; ++k) {
-            largest[0] = fmaxf(largest[0], weights[k * WEIGHT_ROWS + upper]);
-            largest[1] = fmaxf(largest[1], weights[k * WEIGHT_ROWS + lower]);
-        }
-        mean[0].raise(largest[0]);
-        mean[1].raise(largest[1]);
+        int k = 0;
 #pragma unroll 1
-        for (int first = 0; first < own_count; first += 3) {
-            float weight[3][2];
-            uint4 value[3];
-#pragma unroll
-            for (int k = 0; k < 3; ++k) {
-                weight[k][0] = weight[k][1] = minus_infinity();
-                value[k] = make_uint4(0, 0, 0, 0);
-                if (first + k < own_count) {
-                    weight[k][0] = weights[(first + k) * WEIGHT_ROWS + upper];
-                    weight[k][1] = weights[(first + k) * WEIGHT_ROWS + lower];
-                    value[k] = load128(arriving.pieces + (first + k) * 32 + lane);
-                }
+        for (int until = own_count / 2, group = 0; group < 2; until = own_count, ++group) {
+            if (group == 1) {
+                arriving.wait<0>();
             }
-#pragma unroll
-            for (int k = 0; k < 3; ++k) {
-                mean[0].add(weight[k][0], value[k].x, value[k].z);
-                mean[1].add(weight[k][1], value[k].y, value[k].w);
+#pragma unroll 3
+            for (; k < until; ++k) {
+                columns.add(upper[k * WEIGHT_ROWS], upper[k * WEIGHT_ROWS + 8],
+                            load128(pieces + k * 32));
             }
         }
     }
@@ -1121,6 +1172,15 @@ struct Target {
             log_sum * LN_2;
     }
 
+    // That of this lane's row of weights, if it is one, by one of both lanes of one of the row's units.
+    __device__ __forceinline__ void write_lse(const Place& own, bool counts,
+                                              const RowWeight& row) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (counts && own.column < 8 && lane < WEIGHT_ROWS) {
+            write_lse(own.row - lane / 4 + lane, row.log_sum());
+        }
+    }
+
     __device__ __forceinline__ void write(int row_of_tile, int column, float weight,
                                           float log_weight, float first, float second) const {
         if (rows.has(row_of_tile)) {
@@ -1134,123 +1194,104 @@ struct Target {
         }
     }
 
-    // The sum of what some warps have, for one row and one pair of columns of a place.
-    __device__ __forceinline__ void write_sum(const Share* shares, int sharing, const Place& place,
-                                              int task, int lane) const {
-        const int half = task % 2;
-        const int pair = task / 2 % 2;
-        float largest = minus_infinity();
-        float weight = 0.0f;
-        float value[2] = {};
+    // Writes what a lane has, `column` columns behind its place.
+    __device__ __forceinline__ void write(const Place& own, int column, bool has_lower,
+                                          const Columns& columns) const {
+        const float (&value)[8] = columns.value;
+        bits16* const upper = at(own.row, own.column + column);
+        *reinterpret_cast<unsigned*>(upper) = element::pack(value[0], value[1]);
+        *reinterpret_cast<unsigned*>(upper + 8) = element::pack(value[4], value[5]);
+        if (has_lower) {
+            bits16* const lower = at(own.row + 8, own.column + column);
+            *reinterpret_cast<unsigned*>(lower) = element::pack(value[2], value[3]);
+            *reinterpret_cast<unsigned*>(lower + 8) = element::pack(value[6], value[7]);
+        }
+    }
+
+    // Adds what 2^log_sharers warps have of each of some units, and writes it. All warps of the block take
+    // part: a lane adds up to four shares of a row's pair of columns, and its neighbours add theirs.
+    __device__ __forceinline__ void write_sums(const float (&shares)[COMBINE_WARPS][SHARE],
+                                               int first_unit, int log_sharers) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const int warp = static_cast<int>(threadIdx.x) / 32;
+        const int log_adders = max(log_sharers - 2, 0);  // lanes of one pair
+        const int part = lane & ((1 << log_adders) - 1);
 #pragma unroll 1
-        for (int first = 0; first < sharing; first += 4) {
-            float max[4], weights[4], values[4][2];
+        for (int task = warp; task < 4 * COMBINE_WARPS >> (log_sharers - log_adders);
+             task += COMBINE_WARPS) {
+            const int pair = (task * 32 + lane) >> log_adders;  // of 128 of a unit
+            const int unit = pair / 128;
+            const int second = pair / 32 % 2;  // of the two rows
+            const int behind = pair / 64 % 2;  // of the two pairs of columns
+            const float* own = shares[(unit << log_sharers) + part * 4];
+            const float* maxima = own + MAXIMA_AT + pair % 32 / 4 + second * 8;
+            const float* values = own + (behind * 4 + second * 2) * 32 + pair % 32;
+            float max[4];
+            float largest = minus_infinity();
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                max[k] = minus_infinity();
-                weights[k] = values[k][0] = values[k][1] = 0.0f;
-                if (first + k < sharing) {
-                    const Share& share = shares[first + k];
-                    max[k] = share[half][4][lane];
-                    weights[k] = share[half][5][lane];
-                    values[k][0] = share[half][2 * pair][lane];
-                    values[k][1] = share[half][2 * pair + 1][lane];
-                }
-            }
-            const float before = largest;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+                max[k] = k < 1 << log_sharers ? maxima[k * SHARE] : minus_infinity();
                 largest = fmaxf(largest, max[k]);
             }
-            const float factor =
-                before == minus_infinity() ? 0.0f : ptx::exp2_approx(before - largest);
-            weight *= factor;
-            value[0] *= factor;
-            value[1] *= factor;
+#pragma unroll 1
+            for (int distance = 1; distance < 1 << log_adders; distance *= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+            }
+            float weight = 0.0f;
+            float value[2] = {};
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float own =
-                    max[k] == minus_infinity() ? 0.0f : ptx::exp2_approx(max[k] - largest);
-                weight = fmaf(own, weights[k], weight);
-                value[0] = fmaf(own, values[k][0], value[0]);
-                value[1] = fmaf(own, values[k][1], value[1]);
+                if (k < 1 << log_sharers) {
+                    const float factor =
+                        max[k] == minus_infinity() ? 0.0f : ptx::exp2_approx(max[k] - largest);
+                    weight = fmaf(factor, maxima[k * SHARE + SUMS_AT - MAXIMA_AT], weight);
+                    value[0] = fmaf(factor, values[k * SHARE], value[0]);
+                    value[1] = fmaf(factor, values[k * SHARE + 32], value[1]);
+                }
+            }
+#pragma unroll 1
+            for (int distance = 1; distance < 1 << log_adders; distance *= 2) {
+                weight += __shfl_xor_sync(ALL, weight, distance);
+                value[0] += __shfl_xor_sync(ALL, value[0], distance);
+                value[1] += __shfl_xor_sync(ALL, value[1], distance);
+            }
+            if (part == 0) {
+                const Place place(first_unit + unit, pair % 32);
+                write(place.row + second * 8, place.column + behind * 8, weight, largest, value[0],
+                      value[1]);
             }
         }
-        write(place.row + half * 8, place.column + pair * 8, weight, largest, value[0], value[1]);
     }
 };
 
-// Merges 2^log_units units of `count` splits, all of which have arrived. Their rows are the same:
-// what belongs to a row is found once, by two lanes, and factors take the place of the weights.
+// Merges 2^log_units units of `count` splits, all of which are on their way. Their rows are the same.
 __device__ __forceinline__ void merge_units(const Arriving& arriving, const Place& own,
-                                            bool present, const Target& to, int count,
+                                            bool present, bool counts, const Target& to, int count,
                                             int log_units) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    float inverse;  // of the sum of this lane's row
-    {
-        const int row = own.row - lane / 4 + lane % WEIGHT_ROWS;
-        const int own_count = to.rows.has(row) ? count : 0;
-        float* weights = arriving.weights + lane % WEIGHT_ROWS;
-        float largest = minus_infinity();
-#pragma unroll 4
-        for (int k = 0; k < own_count; ++k) {
-            largest = fmaxf(largest, weights[k * WEIGHT_ROWS]);
-        }
-        __syncwarp();  // both lanes have compared
-        float sum = 0.0f;
-#pragma unroll 2
-        for (int k = lane / WEIGHT_ROWS; k < own_count; k += 2) {
-            const float weight = weights[k * WEIGHT_ROWS];
-            const float factor =
-                weight == minus_infinity() ? 0.0f : ptx::exp2_approx(weight - largest);
-            weights[k * WEIGHT_ROWS] = factor;
-            sum += factor;
-        }
-        sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);
-        inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
-        if (own.column < 8 && lane < WEIGHT_ROWS && own_count > 0) {
-            to.write_lse(row, sum != 0.0f ? largest + log2f(sum) : minus_infinity());
-        }
-    }
-    const float of_upper = __shfl_sync(ALL, inverse, lane / 4);
-    const float of_lower = __shfl_sync(ALL, inverse, lane / 4 + 8);
-    __syncwarp();  // all factors are there
+    arriving.wait<0>();
+    RowWeight row;
+    row.clear();
+    row.take(arriving.weights, counts ? count : 0);
+    to.write_lse(own, counts, row);
+    const float inverse[2] = {of_upper(row.inverse()), of_lower(row.inverse())};
     if (!present) {
         return;
     }
     const float* upper = arriving.weights + lane / 4;
     const bool has_lower = to.rows.has(own.row + 8);
-    bits16* const to_upper = to.at(own.row, own.column);
-    bits16* const to_lower = to.at(own.row + 8, own.column);
     const uint4* pieces = arriving.pieces + lane;
 #pragma unroll 1
     for (int unit = 0; unit < 1 << log_units; ++unit) {
-        float value[8] = {};
+        Columns columns;
+        columns.clear();
 #pragma unroll 3
         for (int k = 0; k < count; ++k) {
-            const float first = upper[k * WEIGHT_ROWS];
-            const float second = upper[k * WEIGHT_ROWS + 8];
-            const uint4 piece = load128(pieces + ((k << log_units) + unit) * 32);
-            value[0] = fmaf(first, partials::first(piece.x), value[0]);
-            value[1] = fmaf(first, partials::second(piece.x), value[1]);
-            value[2] = fmaf(second, partials::first(piece.y), value[2]);
-            value[3] = fmaf(second, partials::second(piece.y), value[3]);
-            value[4] = fmaf(first, partials::first(piece.z), value[4]);
-            value[5] = fmaf(first, partials::second(piece.z), value[5]);
-            value[6] = fmaf(second, partials::first(piece.w), value[6]);
-            value[7] = fmaf(second, partials::second(piece.w), value[7]);
+            columns.add(upper[k * WEIGHT_ROWS], upper[k * WEIGHT_ROWS + 8],
+                        load128(pieces + ((k << log_units) + unit) * 32));
         }
-        const int column = unit * Place::COLUMNS;
-        *reinterpret_cast<unsigned*>(to_upper + column) =
-            element::pack(value[0] * of_upper, value[1] * of_upper);
-        *reinterpret_cast<unsigned*>(to_upper + column + 8) =
-            element::pack(value[4] * of_upper, value[5] * of_upper);
-        if (has_lower) {
-            *reinterpret_cast<unsigned*>(to_lower + column) =
-                element::pack(value[2] * of_lower, value[3] * of_lower);
-            *reinterpret_cast<unsigned*>(to_lower + column + 8) =
-                element::pack(value[6] * of_lower, value[7] * of_lower);
-        }
+        columns.scale(inverse[0], inverse[1]);
+        to.write(own, unit * Place::COLUMNS, has_lower, columns);
     }
 }
 
@@ -1286,7 +1327,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
     CARVE(cursor, float, weights, COMBINE_WARPS * WEIGHTS * WEIGHT_ROWS);
-    SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
+    SHARED_ARRAY(float, shares, [COMBINE_WARPS][SHARE]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
@@ -1301,44 +1342,38 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
         const Arriving arriving = {pieces + warp * COMBINE_UNROLL * 32,
                                    weights + warp * WEIGHTS * WEIGHT_ROWS};
         const bool present = to.rows.has(own.row);
+        const bool counts = to.rows.has(own.row - lane / 4 + lane % WEIGHT_ROWS);
         hopper::wait_for_dependency();
         if (sharing == 1 && (turn.end - turn.begin) << turn.log_units <= COMBINE_UNROLL) {
             arriving.fetch(partial_out, partial_lse, own, present, turn.begin,
                            turn.end - turn.begin, 0, turn.log_units);
-            merge_units(arriving, own, present, to, turn.end - turn.begin, turn.log_units);
+            merge_units(arriving, own, present, counts, to, turn.end - turn.begin, turn.log_units);
             continue;
         }
-        Mean mean[2];
-        mean[0].clear();
-        mean[1].clear();
-        gather(mean, arriving, partial_out, partial_lse, own, present,
+        Columns columns;
+        RowWeight row;
+        columns.clear();
+        row.clear();
+        gather(columns, row, arriving, partial_out, partial_lse, own, present, counts,
                turn.begin + (warp & (sharing - 1)), turn.end, turn.log_sharers);
         if (sharing == 1) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Mean& done = mean[half];
-                const int row = own.row + half * 8;
-                to.write(row, own.column, done.weight, done.max, done.value[0], done.value[1]);
-                to.write(row, own.column + 8, done.weight, done.max, done.value[2], done.value[3]);
+            to.write_lse(own, counts, row);
+            columns.scale(of_upper(row.inverse()), of_lower(row.inverse()));
+            if (present) {
+                to.write(own, 0, to.rows.has(own.row + 8), columns);
             }
             continue;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            means[warp][half][4][lane] = mean[half].max;
-            means[warp][half][5][lane] = mean[half].weight;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                means[warp][half][i][lane] = mean[half].value[i];
-            }
+        for (int i = 0; i < 8; ++i) {
+            shares[warp][i * 32 + lane] = columns.value[i];
+        }
+        if (lane < WEIGHT_ROWS) {
+            shares[warp][MAXIMA_AT + lane] = row.max;
+            shares[warp][SUMS_AT + lane] = row.sum;
         }
         __syncthreads();
-        // A warp for each pair of columns of each of a unit's two rows.
-#pragma unroll 1
-        for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
-            const Place place(turn.first_unit + task / 4, lane);
-            to.write_sum(means + (task / 4 << turn.log_sharers), sharing, place, task, lane);
-        }
+        to.write_sums(shares, turn.first_unit, turn.log_sharers);
         __syncthreads();
     }
     if (blockIdx.x == 0) {

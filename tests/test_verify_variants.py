@@ -258,19 +258,24 @@ def test_merging_in_other_forms(values: dict[str, Any]) -> None:
     [
         ("unit * Place::STEP", "unit * 32"),
         ("(warp << turn.log_units) >> turn.log_sharers", "warp >> turn.log_sharers"),
-        ("const float second = upper[k * WEIGHT_ROWS + 8];", "const float second = first;"),
+        ("const float factor = i % 2 == 0 ? upper : lower;", "const float factor = upper;"),
         ("has_lower = to.rows.has(own.row + 8)", "has_lower = true"),
         ("__syncwarp();  // both lanes have compared", ""),
         ("__syncwarp();  // all factors are there", ""),
         ("__syncwarp();  // the splits before have been added", ""),
         ("own.column < 8 && lane", "own.column < 0 && lane"),
         ("unit * Place::COLUMNS", "unit * 8"),
-        ("sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);", ""),
-        ("__shfl_sync(ALL, inverse, lane / 4 + 8)", "of_upper"),
-        ("k = lane / WEIGHT_ROWS; k < own_count; k += 2", "k = 0; k < own_count; ++k"),
-        ("weight *= factor;\n#pragma unroll", "\n#pragma unroll"),
-        ("weight = fmaf(own, weights[k], weight);", "weight += weights[k];"),
-        ("means + (task / 4 << turn.log_sharers)", "means + task / 4"),
+        ("added += __shfl_xor_sync(ALL, added, WEIGHT_ROWS);", ""),
+        ("% 32 / 4 + 8)", "% 32 / 4)"),
+        ("int k = lane / WEIGHT_ROWS; k < count; k += 2", "int k = 0; k < count; ++k"),
+        ("columns.scale(of_upper(before), of_lower(before));", ""),
+        ("sum = fmaf(sum, before, added);", "sum += added;"),
+        ("arriving.wait<1>();", "arriving.wait<2>();"),
+        ("                arriving.wait<0>();", ""),
+        ("value[0] = fmaf(factor, values[k * SHARE], value[0]);", "value[0] += values[k * SHARE];"),
+        ("(unit << log_sharers) + part * 4", "unit + part * 4"),
+        ("largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));", ""),
+        ("weight += __shfl_xor_sync(ALL, weight, distance);", ""),
     ],
 )
 def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
@@ -284,6 +289,7 @@ def assert_all_merged(kernel: Kernel, **values: Any) -> None:
     assert_merged(kernel, [2, 3, 7, 4, 5, 2], [8, 5, 8, 3, 9], 3, **values)
     assert_merged(kernel, [40, 18, 20], [8, 5, 8], 13, **values)
     assert_merged(kernel, [13, 30], [3, 8], 64, **values)
+    assert_merged(kernel, [49], [2], 128, **values)
 
 
 def assert_merged(
