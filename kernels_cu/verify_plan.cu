@@ -13,9 +13,10 @@
 //
 // Teams. The blocks that run side by side on the row tiles of one request read the same KV rows at
 // the same time, so that DRAM gives each row once: `width` blocks make a team, and a team takes
-// `width` row tiles of a request (a bundle) over the same range. `width` is the largest number that
-// divides all R_b and leaves at most one block in 8 without a team; there are M = num_ctas / width
-// teams.
+// `width` row tiles of a request (a bundle) over the same range. `width` divides all R_b and leaves at
+// most one block in 8 without a team; it is the number from LEAST_WIDTH on that leaves the fewest, and
+// the largest of those, else the largest below: each row is given R_b / width times, which does not
+// matter while products take longer. There are M = num_ctas / width teams.
 //
 // Cuts. The bundles stand one behind the other, in the order of requests and row tiles, on an axis
 // of cost: START_ROWS for starting, and one for each KV row. It begins at the first bundle's first row,
@@ -98,6 +99,10 @@
 // the longest range for which two blocks divide the columns of V; 0: they never do
 #ifndef HALVES_ROWS
 #define HALVES_ROWS 0
+#endif
+// row tiles of a team that are enough for KV rows not to be waited for
+#ifndef LEAST_WIDTH
+#define LEAST_WIDTH 3
 #endif
 #ifndef PLAN_THREADS
 #define PLAN_THREADS 256
@@ -274,17 +279,18 @@ __device__ int common_divisor(const Request* requests, int batch) {
 
 // The width of a team where all row tiles are multiples of `divisor`, in one warp.
 __device__ int width_of(int divisor, int num_ctas) {
+    constexpr unsigned WIDTHS = 8192;  // more than there are
+    unsigned best = num_ctas * WIDTHS + WIDTHS - 1 - 1;
 #pragma unroll 1
-    for (int top = min(divisor, num_ctas); top > 0; top -= LANES) {
-        const int width = top - static_cast<int>(threadIdx.x) % LANES;
-        const bool fits =
-            width > 0 && divisor % max(width, 1) == 0 && num_ctas % max(width, 1) * 8 <= num_ctas;
-        const unsigned fitting = __ballot_sync(ALL_LANES, fits);
-        if (fitting != 0) {
-            return top + 1 - __ffs(static_cast<int>(fitting));
-        }
+    for (int top = min(divisor, num_ctas); top > 1; top -= LANES) {
+        const int width = max(top - static_cast<int>(threadIdx.x) % LANES, 1);
+        const int idle = num_ctas % width;
+        const bool fits = divisor % width == 0 && idle * 8 <= num_ctas;
+        const unsigned cost = width >= LEAST_WIDTH ? idle : num_ctas;
+        const unsigned own = fits ? cost * WIDTHS + WIDTHS - 1 - width : best;
+        best = min(best, __reduce_min_sync(ALL_LANES, own));
     }
-    return 1;
+    return WIDTHS - 1 - best % WIDTHS;
 }
 
 }  // namespace

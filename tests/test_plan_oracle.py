@@ -97,6 +97,27 @@ def test_row_tiles_go_side_by_side() -> None:
     assert plan.cta_work.tolist() == [[0, 2, 2, 0], [1, 2, 2, 0], [2, 4, 2, 0], [3, 4, 2, 0]]
 
 
+@pytest.mark.parametrize(
+    ("tree", "num_ctas", "width"),
+    [
+        (64, 132, 4),  # of 8; 8 of them leave four blocks out
+        (65, 132, 3),  # of 9; 9 leave six out
+        (33, 132, 5),  # one by one nobody is left out, and each row is read five times
+        (16, 132, 2),
+        (16, 7, 1),
+        (129, 132, 17),
+        (129, 130, 17),
+        (129, 150, 17),
+        (129, 64, 1),  # 17 would leave thirteen out of 64
+        (24, 10, 3),
+        (48, 132, 6),
+    ],
+)
+def test_teams_leave_few_blocks_out(tree: int, num_ctas: int, width: int) -> None:
+    plan = plan_of([20_000], [tree], num_ctas=num_ctas)
+    assert set(plan.cta_work[:, 2].tolist()) == {width}
+
+
 def test_a_short_prefix_is_left_whole() -> None:
     for length in (0, 1, 15, 31):
         plan = plan_of([length], [8], num_ctas=8)

@@ -96,6 +96,7 @@ def verify_plan(
     least_rows: int = 32,
     root_halves: int = 3,
     halves_rows: int = 0,
+    least_width: int = 3,
     grain: int = TILE,
 ) -> Plan:
     """Plan a step.
@@ -124,6 +125,8 @@ def verify_plan(
     start_rows, least_rows, root_halves : int
         What starting a row tile costs in KV rows; the shortest piece; halves in the factor of the
         square root in the bound on how finely the longest request is cut.
+    least_width : int
+        Row tiles that a team should have.
     halves_rows : int
         The longest range for which two blocks divide the columns of V.
     grain : int
@@ -148,7 +151,7 @@ def verify_plan(
     trees = [end - begin for begin, end in itertools.pairwise(bounds)]
     if not planned:
         lens, trees = [0] * len(lens), [0] * len(trees)
-    width = _team_width([_row_tiles(tree, heads) for tree in trees], num_ctas)
+    width = _team_width([_row_tiles(tree, heads) for tree in trees], num_ctas, least_width)
     teams, quota, halves = _quota(
         lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
         halves_rows, grain,
@@ -360,15 +363,21 @@ def _row_tiles(tree: int, heads: int) -> int:
     return -(-tree * heads // ROW_TILE)
 
 
-def _team_width(row_tiles: Sequence[int], num_ctas: int) -> int:
-    """Return the most blocks side by side that divide all requests' row tiles and waste few."""
+def _team_width(row_tiles: Sequence[int], num_ctas: int, least: int) -> int:
+    """Return how many blocks go side by side: a divisor of all requests' row tiles.
+
+    Of those from `least` on it is the one that wastes fewest blocks, else the largest.
+    """
     present = [tiles for tiles in row_tiles if tiles]
     fitting = [
         width
         for width in range(1, min([num_ctas, *present]) + 1)
         if all(tiles % width == 0 for tiles in present) and num_ctas % width * 8 <= num_ctas
     ]
-    return max(fitting) if present else 1
+    if not present:
+        return 1
+    wide = [width for width in fitting if width >= least]
+    return min(wide, key=lambda width: (num_ctas % width, -width)) if wide else max(fitting)
 
 
 def _bundles(trees: Sequence[int], heads: int, width: int) -> list[tuple[int, int]]:
