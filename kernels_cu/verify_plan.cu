@@ -16,7 +16,9 @@
 // `width` row tiles of a request (a bundle) over the same range. `width` divides all R_b and leaves at
 // most one block in 8 without a team; it is the number from LEAST_WIDTH on that leaves the fewest, and
 // the largest of those, else the largest below: each row is given R_b / width times, which does not
-// matter while products take longer. There are M = num_ctas / width teams.
+// matter while products take longer. There are M = num_ctas / width teams. The blocks that are left
+// over are one more for long shares, the last: they divide its entries among them, each taking up to
+// ceil(width / their number) of a range, one after the other.
 //
 // Cuts. The bundles stand one behind the other, in the order of requests and row tiles, on an axis
 // of cost: START_ROWS for starting, and one for each KV row. It begins at the first bundle's first row,
@@ -24,6 +26,9 @@
 // every Q, and team k takes what lies in [k Q, (k+1) Q):
 //   Q = max(ceil(whole axis / M), ceil(ROOT_HALVES x isqrt(longest) / 2), LEAST_ROWS), rounded up
 //       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
+// Where blocks are left over, of which each takes `each` row tiles of a range, the last team takes
+// Q / each - START_ROWS, so that Q = ceil((whole axis + START_ROWS) x each / (M x each + 1)) suffices,
+// if it is more than 8 GRAIN and at least 2 x each x START_ROWS.
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
@@ -38,7 +43,8 @@
 //   work            entries of one piece side by side, one for each row tile of its bundle; pieces
 //                   in the order of the axis; what is not used is -1
 //   cta_work        block c = k x width + j takes the entries first, first + step, ... below end:
-//                   row tile j of each of its team's bundles; the fourth word is 0. With halves, the
+//                   row tile j of each of its team's bundles; the fourth word is 0. A block that was
+//                   left over takes entries side by side, with a step of 1. With halves, the
 //                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
 //                   the columns, 2 for the second
 //   combine_tiles   the row tiles of more than one piece, in order, and what a merge needs to know of
@@ -103,6 +109,10 @@
 // row tiles of a team that are enough for KV rows not to be waited for
 #ifndef LEAST_WIDTH
 #define LEAST_WIDTH 3
+#endif
+// whether blocks that are left over are a team
+#ifndef SPARE_TEAM
+#define SPARE_TEAM 1
 #endif
 #ifndef PLAN_THREADS
 #define PLAN_THREADS 256
@@ -533,6 +543,17 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             break;
         }
     }
+    const int spare = blocks == 1 ? num_ctas - all_teams * width : 0;
+    if (SPARE_TEAM && spare > 0) {
+        const int each = (width + spare - 1) / spare;
+        const int parts = all_teams * each + 1;
+        long long less = long_quotient((axis + START_ROWS) * each + parts - 1, parts);
+        less = (less + TILE - 1) / TILE * TILE;
+        if (less < share && less > 8 * GRAIN && less >= max(root, 2ll * each * START_ROWS)) {
+            share = less;
+            teams = all_teams + 1;
+        }
+    }
     __syncthreads();
 
     // The cuts that are kept.
@@ -625,6 +646,13 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         to[0] = team < teams ? pieces_before(team) * width + side : 0;
         to[1] = team < teams ? pieces_before(team + 1) * width : 0;
         to[2] = width;
+        if (team < teams && team == all_teams) {
+            const int begin = to[0] - side;
+            const int own = (to[1] - begin + spare - 1) / spare;
+            to[0] = min(begin + side * own, to[1]);
+            to[1] = min(to[0] + own, to[1]);
+            to[2] = 1;
+        }
         to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
     }
     const int kept_cuts = static_cast<int>(counted & 0xffffu);

@@ -115,7 +115,22 @@ def test_row_tiles_go_side_by_side() -> None:
 )
 def test_teams_leave_few_blocks_out(tree: int, num_ctas: int, width: int) -> None:
     plan = plan_of([20_000], [tree], num_ctas=num_ctas)
-    assert set(plan.cta_work[:, 2].tolist()) == {width}
+    in_teams = num_ctas - num_ctas % width
+    assert set(plan.cta_work[:in_teams, 2].tolist()) == {width}
+    assert wrong(plan, [20_000], [tree]) == []
+
+
+def test_blocks_that_are_left_over_take_row_tiles_one_after_the_other() -> None:
+    plan = plan_of([65_536], [33], num_ctas=132)  # 26 teams of five blocks, and two
+    *_, last, (first, end, step, _) = plan.cta_work.tolist()
+    assert (last[2], step) == (1, 1)
+    assert (last[1] - last[0], end - first) == (3, 2)
+    rows = plan.work[:, 3] - plan.work[:, 2]
+    load = [rows[first:end:step].sum() for first, end, step, _ in plan.cta_work]
+    assert max(load) < 65_536 / 26 - 16
+    assert 0 < load[131] < load[130] < max(load)
+    without = plan_of([65_536], [33], num_ctas=132, spare_team=0)
+    assert (without.cta_work[130:, :2] == 0).all()
 
 
 def test_a_short_prefix_is_left_whole() -> None:

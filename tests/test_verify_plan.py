@@ -109,6 +109,7 @@ class Planned:
             "ROOT_HALVES": "root_halves",
             "HALVES_ROWS": "halves_rows",
             "LEAST_WIDTH": "least_width",
+            "SPARE_TEAM": "spare_team",
             "GRAIN": "grain",
         }
         return oracle.verify_plan(
@@ -158,6 +159,7 @@ knobs = st.sampled_from(
         {"HALVES_ROWS": 400},
         {"LEAST_WIDTH": 1},
         {"LEAST_WIDTH": 64},
+        {"LEAST_WIDTH": 64, "SPARE_TEAM": 0},
         dict(VARIANTS["sm90"].plan),
         dict(VARIANTS["portable"].plan),
         {"START_ROWS": 144, "LEAST_ROWS": 16, "GRAIN": 48},
@@ -193,6 +195,9 @@ WRITTEN = [
     ("nothing to halve", [0, 0], [0, 0], {"num_ctas": 5, "values": {"HALVES_ROWS": 320}}),
     ("teams that leave nobody out", [30_000, 5000], [64, 192], {"num_ctas": 132}),
     ("teams of nine leave more than of three", [30_000], [65], {"num_ctas": 132}),
+    ("two blocks are left over for five", [65_536], [33], {"num_ctas": 132}),
+    ("thirteen for seventeen", [65_536, 20_000], [129, 136], {"num_ctas": 132}),
+    ("left over, and many requests", [9000, 30_000, 12_345, 800] * 4, [33] * 16, {"num_ctas": 132}),
     ("all of them long", [200_000] * 64, [64] * 64, {"num_ctas": 132, "heads": 16}),
 ]  # fmt: skip
 

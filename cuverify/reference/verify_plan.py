@@ -97,6 +97,7 @@ def verify_plan(
     root_halves: int = 3,
     halves_rows: int = 0,
     least_width: int = 3,
+    spare_team: int = 1,
     grain: int = TILE,
 ) -> Plan:
     """Plan a step.
@@ -127,6 +128,8 @@ def verify_plan(
         square root in the bound on how finely the longest request is cut.
     least_width : int
         Row tiles that a team should have.
+    spare_team : int
+        Whether blocks that are left over are a team.
     halves_rows : int
         The longest range for which two blocks divide the columns of V.
     grain : int
@@ -156,8 +159,23 @@ def verify_plan(
         lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
         halves_rows, grain,
     )  # fmt: skip
+    spare = num_ctas % width if spare_team and not halves else 0
+    if spare:
+        each = -(-width // spare)
+        bundles = _bundles(trees, heads, width)
+        cost = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
+        less = -(-max(cost, start_rows) * each // (teams * each + 1))
+        less += -less % TILE
+        longest = max(length + tree for length, tree in zip(lens, trees, strict=True))
+        root = -(-root_halves * math.isqrt(longest) // 2)
+        if 8 * grain < less < quota and less >= max(root, 2 * each * start_rows):
+            teams, quota = teams + 1, less
+        else:
+            spare = 0
     pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
-    return _written(pieces, lens, qo_indptr, width, teams, halves, num_ctas, max_work, status)
+    return _written(
+        pieces, lens, qo_indptr, width, teams, spare, halves, num_ctas, max_work, status
+    )
 
 
 def kv_list(
@@ -456,6 +474,7 @@ def _written(
     qo_indptr: NDArray[Any],
     width: int,
     teams: int,
+    spare: int,
     halves: bool,
     num_ctas: int,
     max_work: int,
@@ -495,7 +514,13 @@ def _written(
     cta_work = np.zeros((num_ctas, 4), np.int32)
     cta_work[:, 2] = width
     before = 0
-    for team in range(teams):
+    if spare:  # the last team: its entries are divided
+        entries = own[teams - 1] * width
+        first, share = len(pieces) * width - entries, -(-entries // spare)
+        for block in range(spare):
+            taken = min(block * share, entries), min((block + 1) * share, entries)
+            cta_work[num_ctas - spare + block, :3] = first + taken[0], first + taken[1], 1
+    for team in range(teams - (spare > 0)):
         end = before + own[team]
         for lane in range(width):
             block, range_ = team * width + lane, (before * width + lane, end * width)
