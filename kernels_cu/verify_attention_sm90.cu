@@ -959,10 +959,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 namespace {
 
-// What a lane of verify_combine_sm90 has of the splits' weights: two lanes have those of one of the 16
-// query rows of a unit.
+// What a lane of verify_combine_sm90 has to do with is a unit of a row tile, 16 query rows by 16 columns.
 constexpr int WEIGHT_ROWS = 16;
 
+// The splits' weights of a row: two lanes have those of one of the 16.
 struct RowWeight {
     float max;  // log2 domain; -inf before the first split that counts
     float sum;  // of the splits' factors
@@ -1050,7 +1050,7 @@ constexpr int PIECES = ROW_TILE * LATENT / PIECE;  // of a slot
 // by columns.
 struct Place {
     static constexpr int COLUMNS = 16;       // of a unit
-    static constexpr int STEP = 2 * 4 * 32;  // pieces from a unit to the next
+    static constexpr int STEP = 2 * 4 * 32;  // pieces from a unit to the next, of 16 units
 
     int piece;
     int row;     // and the 8th behind it
@@ -1072,8 +1072,7 @@ constexpr int SUMS_AT = MAXIMA_AT + WEIGHT_ROWS;
 constexpr int SHARE = SUMS_AT + WEIGHT_ROWS + 2;
 static_assert(4 * SHARE % 32 == 8, "lanes of four groups of shares find them in different banks");
 
-constexpr int WEIGHTS =
-    (COMBINE_UNROLL + 7) / 8 * 8;  // of splits, rounded up to what is read at once
+constexpr int WEIGHTS = (COMBINE_UNROLL + 7) / 8 * 8;  // of splits in flight, rounded up
 
 // What a warp has in flight: splits of one unit, or of several. They come through shared memory, where
 // they take no registers.

@@ -17,8 +17,8 @@
 // most one block in 8 without a team; it is the number from LEAST_WIDTH on that leaves the fewest, and
 // the largest of those, else the largest below: each row is given R_b / width times, which does not
 // matter while products take longer. There are M = num_ctas / width teams. The blocks that are left
-// over are one more for long shares, the last: they divide its entries among them, each taking up to
-// ceil(width / their number) of a range, one after the other.
+// over are one more for long shares, the last: each takes up to ceil(width / their number) row tiles of
+// each of its ranges, one after the other.
 //
 // Cuts. The bundles stand one behind the other, in the order of requests and row tiles, on an axis
 // of cost: START_ROWS for starting, and one for each KV row. It begins at the first bundle's first row,
@@ -43,10 +43,9 @@
 //   work            entries of one piece side by side, one for each row tile of its bundle; pieces
 //                   in the order of the axis; what is not used is -1
 //   cta_work        block c = k x width + j takes the entries first, first + step, ... below end:
-//                   row tile j of each of its team's bundles; the fourth word is 0. A block that was
-//                   left over takes entries side by side, with a step of 1. With halves, the
-//                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
-//                   the columns, 2 for the second
+//                   row tile j of each of its team's bundles; the fourth word is 0. The step of blocks
+//                   that were left over is their number. With halves, the blocks 2 c and 2 c + 1 take
+//                   them, and the fourth word is 1 for the first half of the columns, 2 for the second
 //   combine_tiles   the row tiles of more than one piece, in order, and what a merge needs to know of
 //                   their requests: the first token and the number of tokens; combine_indptr bounds
 //                   their partial slots, which are numbered from 0 without gaps, row tile by row tile
@@ -292,7 +291,7 @@ __device__ int width_of(int divisor, int num_ctas) {
     constexpr unsigned WIDTHS = 8192;  // more than there are
     unsigned best = num_ctas * WIDTHS + WIDTHS - 1 - 1;
 #pragma unroll 1
-    for (int top = min(divisor, num_ctas); top > 1; top -= LANES) {
+    for (int top = min(divisor, num_ctas); top > 0; top -= LANES) {
         const int width = max(top - static_cast<int>(threadIdx.x) % LANES, 1);
         const int idle = num_ctas % width;
         const bool fits = divisor % width == 0 && idle * 8 <= num_ctas;
@@ -647,11 +646,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         to[1] = team < teams ? pieces_before(team + 1) * width : 0;
         to[2] = width;
         if (team < teams && team == all_teams) {
-            const int begin = to[0] - side;
-            const int own = (to[1] - begin + spare - 1) / spare;
-            to[0] = min(begin + side * own, to[1]);
-            to[1] = min(to[0] + own, to[1]);
-            to[2] = 1;
+            to[0] = min(to[0], to[1]);
+            to[2] = spare;
         }
         to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
     }

@@ -122,15 +122,37 @@ def test_teams_leave_few_blocks_out(tree: int, num_ctas: int, width: int) -> Non
 
 def test_blocks_that_are_left_over_take_row_tiles_one_after_the_other() -> None:
     plan = plan_of([65_536], [33], num_ctas=132)  # 26 teams of five blocks, and two
-    *_, last, (first, end, step, _) = plan.cta_work.tolist()
-    assert (last[2], step) == (1, 1)
-    assert (last[1] - last[0], end - first) == (3, 2)
+    assert [list(range(*taken[:3])) for taken in plan.cta_work[130:].tolist()] == [
+        [130, 132, 134],
+        [131, 133],
+    ]
     rows = plan.work[:, 3] - plan.work[:, 2]
     load = [rows[first:end:step].sum() for first, end, step, _ in plan.cta_work]
     assert max(load) < 65_536 / 26 - 16
     assert 0 < load[131] < load[130] < max(load)
     without = plan_of([65_536], [33], num_ctas=132, spare_team=0)
     assert (without.cta_work[130:, :2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("lens", "tree", "heads"),
+    [
+        ([20_000] * 14 + [600, 50, 50, 50], 33, 8),
+        ([4000] * 13 + [1000] + [16] * 6, 5, 128),
+        ([32_768] * 32, 7, 128),
+        ([100, 8000, 900, 4000, 250, 6000] * 20, 5, 128),
+    ],
+)
+def test_blocks_that_are_left_over_take_no_more_than_others(
+    lens: list[int], tree: int, heads: int
+) -> None:
+    most = {}
+    for spare_team in (0, 1):
+        plan = plan_of(lens, [tree] * len(lens), num_ctas=132, heads=heads, spare_team=spare_team)
+        assert wrong(plan, lens, [tree] * len(lens), heads) == []
+        cost = plan.work[:, 3] - plan.work[:, 2] + 48
+        most[spare_team] = max(cost[first:end:step].sum() for first, end, step, _ in plan.cta_work)
+    assert most[1] < most[0]
 
 
 def test_a_short_prefix_is_left_whole() -> None:

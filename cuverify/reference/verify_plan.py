@@ -329,8 +329,12 @@ def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
             yield f"entry {entry} is run {runs[entry] / 2:g} times"
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
-    # blocks that run side by side read the same rows, so that DRAM gives them once
+    # blocks that run side by side read the same rows, so that DRAM gives them once; those that are
+    # left over have another step
+    width = int(plan.cta_work[0, 2])
     for first, end, step, _ in plan.cta_work.tolist():
+        if step != width:
+            continue
         for entry in range(first, min(end, len(work)), step):
             beside = work[entry - entry % step : entry - entry % step + step]
             if len({(request, begin, last) for request, _, begin, last, _, _ in beside}) > 1:
@@ -514,12 +518,11 @@ def _written(
     cta_work = np.zeros((num_ctas, 4), np.int32)
     cta_work[:, 2] = width
     before = 0
-    if spare:  # the last team: its entries are divided
-        entries = own[teams - 1] * width
-        first, share = len(pieces) * width - entries, -(-entries // spare)
+    if spare:  # the last team: its blocks take entries by turns
+        end = len(pieces) * width
+        first = end - own[teams - 1] * width
         for block in range(spare):
-            taken = min(block * share, entries), min((block + 1) * share, entries)
-            cta_work[num_ctas - spare + block, :3] = first + taken[0], first + taken[1], 1
+            cta_work[num_ctas - spare + block, :3] = min(first + block, end), end, spare
     for team in range(teams - (spare > 0)):
         end = before + own[team]
         for lane in range(width):
