@@ -79,6 +79,14 @@
 #define RESCALE_ABOVE 8
 #endif
 // products with K of a tile, of 36, behind which the probabilities of the tile before are handed on
+// waits that watch: 1 values for probabilities, 2 scores for a tile, 4 scores for a buffer, 8 copies
+#ifndef WATCHING
+#define WATCHING 0
+#endif
+// whether probabilities are loaded behind the rescaling, for which they then take no registers
+#ifndef LATE
+#define LATE 0
+#endif
 #ifndef HAND_ON_AFTER
 #define HAND_ON_AFTER 32
 #endif
@@ -105,6 +113,15 @@
 #endif
 
 namespace {
+
+template <bool Watching>
+__device__ __forceinline__ void wait_for(unsigned barrier, int parity) {
+    if (Watching) {
+        hopper::watch(barrier, parity);
+    } else {
+        hopper::wait(barrier, parity);
+    }
+}
 
 constexpr int ROW_TILE = 64;
 constexpr int GROUP_THREADS = 128;
@@ -432,7 +449,7 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
 #pragma unroll
             for (int i = 0; i < K_STEPS; ++i) {
                 if (again != 0) {
-                    hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
+                    wait_for<(WATCHING & 8) != 0>(room.free_rows(turn.slot, i), turn.parity ^ 1);
                 }
                 copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES,
                          sub);
@@ -580,7 +597,7 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
 #pragma unroll 1
         for (int start = item.begin; start < item.end; start += TILE) {
             if (!held_back) {
-                hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
+                wait_for<(WATCHING & 2) != 0>(room.barrier(FULL + turn.slot), turn.parity);
                 hopper::proxy_fence();
             }
             Scores x;
@@ -638,7 +655,7 @@ __device__ __forceinline__ void score_items(const Plan& plan, int4 share, Item i
                 p[i / 2] = element::pack(x[i], x[i + 1]);
                 p[i / 2 + 1] = element::pack(x[i + 2], x[i + 3]);
             }
-            hopper::wait(room.barrier(TAKEN + buffer), taken);
+            wait_for<(WATCHING & 4) != 0>(room.barrier(TAKEN + buffer), taken);
             held_back = !last && hopper::has_ended(room.barrier(FULL + turn.slot), turn.parity);
             if (held_back) {
                 hopper::proxy_fence();  // before the stores, for which it would wait
@@ -731,24 +748,27 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
             // fence is over when they come.
             hopper::wait(room.barrier(FULL + turn.slot), turn.parity);
             hopper::proxy_fence();
-            hopper::wait(room.barrier(GIVEN + buffer), given);
+            wait_for<(WATCHING & 1) != 0>(room.barrier(GIVEN + buffer), given);
             const unsigned from = room.given(buffer);
             unsigned p[K_STEPS][4];
+            const auto take = [&] {
 #pragma unroll
-            for (int step = 0; step < K_STEPS; ++step) {
-                const uint4 four = hopper::load16(from + step * STEP_BYTES + thread * 16);
-                p[step][0] = four.x;
-                p[step][1] = four.y;
-                p[step][2] = four.z;
-                p[step][3] = four.w;
-            }
+                for (int step = 0; step < K_STEPS; ++step) {
+                    const uint4 four = hopper::load16(from + step * STEP_BYTES + thread * 16);
+                    p[step][0] = four.x;
+                    p[step][1] = four.y;
+                    p[step][2] = four.z;
+                    p[step][3] = four.w;
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    hopper::arrive(room.barrier(TAKEN + buffer));
+                }
+            };
             const float2 factor = hopper::load8(from + K_STEPS * STEP_BYTES + thread * 8);
-            __syncwarp();
-            if (lane == 0) {
-                hopper::arrive(room.barrier(TAKEN + buffer));
+            if (!LATE) {
+                take();
             }
-            given ^= buffer;
-            buffer ^= 1;
             if (__any_sync(ALL, factor.x != 1.0f || factor.y != 1.0f)) {
                 sum.x *= factor.x;
                 sum.y *= factor.y;
@@ -762,6 +782,11 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
                     }
                 }
             }
+            if (LATE) {
+                take();
+            }
+            given ^= buffer;
+            buffer ^= 1;
             const word64 values =
                 hopper::matrix(room.tile(turn.slot) + first_chunk * BLOCK_BYTES, BLOCK_BYTES);
             hopper::wgmma_fence();

@@ -58,6 +58,16 @@ __device__ __forceinline__ void wait(unsigned barrier, int parity) {
         : "memory");
 }
 
+// The same without being put to sleep between two looks.
+__device__ __forceinline__ void watch(unsigned barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "WATCH:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra SEEN;\nbra WATCH;\nSEEN:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // Whether it has, as all threads of the warp see it.
 __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
     int done;
