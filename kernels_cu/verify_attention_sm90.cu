@@ -87,6 +87,11 @@
 #ifndef LATE
 #define LATE 0
 #endif
+// order of products with K: 0 held chunks first, 1 one of each kind by turns while both last, 2 two held ones
+// for one other, 3 the others spread evenly
+#ifndef ORDER
+#define ORDER 0
+#endif
 #ifndef HAND_ON_AFTER
 #define HAND_ON_AFTER 32
 #endif
@@ -518,25 +523,57 @@ struct Softmax {
 
 using Scores = float[TILE / 2];
 
+// The number of the product that comes at a place, in the order of columns.
+__device__ constexpr int product_at(int place) {
+    constexpr int HELD_STEPS = HELD * 4;
+    constexpr int OTHER_STEPS = (CHUNKS - HELD) * 4;
+    int held = 0;
+    int other = 0;
+    for (int i = 0;; ++i) {
+        bool take_other = held == HELD_STEPS;
+        if (other < OTHER_STEPS && held < HELD_STEPS) {
+            if (ORDER == 1) {
+                take_other = i % 2 == 1;
+            } else if (ORDER == 2) {
+                take_other = i % 3 == 2;
+            } else if (ORDER == 3) {
+                take_other = (other + 1) * (HELD_STEPS + OTHER_STEPS) <= (i + 1) * OTHER_STEPS;
+            }
+        }
+        const int number = take_other ? HELD_STEPS + other++ : held++;
+        if (i == place) {
+            return number;
+        }
+    }
+}
+
+// The products with K from a place on.
+template <int PLACE>
+__device__ __forceinline__ void multiply_from(Scores& s, const unsigned (&held)[HELD * 4][4],
+                                              word64 others, word64 keys) {
+    constexpr int step = product_at(PLACE);
+    constexpr int chunk = step / 4;
+    const word64 columns = keys + ((chunk * BLOCK_BYTES + step % 4 * 32) >> 4);
+    if constexpr (chunk < HELD) {
+        hopper::wgmma(s, held[step], columns, PLACE > 0);
+    } else {
+        const word64 rows = others + (((chunk - HELD) * QUERY_BYTES + step % 4 * 32) >> 4);
+        hopper::wgmma(s, rows, columns, PLACE > 0);
+    }
+    if (PLACE == HAND_ON_AFTER - 1) {
+        hopper::wgmma_commit();
+    }
+    if constexpr (PLACE + 1 < CHUNKS * 4) {
+        multiply_from<PLACE + 1>(s, held, others, keys);
+    }
+}
+
 // S = Q K^T, started, as a group of HAND_ON_AFTER products and one of the rest; `held` are the first
 // HELD chunks of Q, the others are at `others`.
 __device__ __forceinline__ void multiply_keys(Scores& s, const unsigned (&held)[HELD * 4][4],
                                               word64 others, word64 keys) {
     hopper::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < CHUNKS * 4; ++step) {
-        const int chunk = step / 4;
-        const word64 columns = keys + ((chunk * BLOCK_BYTES + step % 4 * 32) >> 4);
-        if (chunk < HELD) {
-            hopper::wgmma(s, held[step], columns, step > 0);
-        } else {
-            const word64 rows = others + (((chunk - HELD) * QUERY_BYTES + step % 4 * 32) >> 4);
-            hopper::wgmma(s, rows, columns, step > 0);
-        }
-        if (step == HAND_ON_AFTER - 1) {
-            hopper::wgmma_commit();
-        }
-    }
+    multiply_from<0>(s, held, others, keys);
     hopper::wgmma_commit();
 }
 
