@@ -1111,9 +1111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // @param partial_out    read   int16 [slots, 64, LATENT] align=16  PARTIAL, normalised
 // @param partial_lse    read   fp32 [slots, 64]      base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
-// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param combine_tiles  read   int32 [tiles, 4] align=16  as verify_plan writes them
 // @param tiles          value  int32                 most row tiles that can be cut
-// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
 // @param out            update ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
@@ -1122,19 +1121,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     verify_combine(const short* partial_out, const float* partial_lse,
                    const int* __restrict__ combine_indptr, const int* __restrict__ combine_tiles,
-                   int tiles, const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
-                   long long out_stride, float* __restrict__ lse) {
+                   int tiles, bits16* __restrict__ out, long long out_stride,
+                   float* __restrict__ lse) {
     constexpr int WARPS = COMBINE_THREADS / 32;
     constexpr int UNITS = ROW_TILE * OUT_PIECES / 32;
     SHARED_ARRAY(float, means, [WARPS][combine::PIECE + 2][32]);
-    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
-        combine_indptr, combine_tiles, tiles, qo_indptr);
+    merge::Turns<UNITS, ROW_TILE, 8, HEADS, COMBINE_THREADS, COMBINE_LEAST> turns(
+        combine_indptr, combine_tiles, tiles);
     merge::Turn turn;
     early::launch_dependents();  // they wait until this kernel has ended
     early::wait_for_dependency();
     while (turns.next(turn)) {
         combine::units<WARPS, COMBINE_UNROLL, UNITS, ROW_TILE>(
-            turns, turn, HEADS, partial_out, partial_lse, ROW_TILE, means,
+            turns, turn, partial_out, partial_lse, ROW_TILE, means,
             [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
                 const int flat = rows.first + row;
                 const long long token = rows.first_token + flat / HEADS;

@@ -992,17 +992,28 @@ struct Mean {
 
 constexpr int PIECES = ROW_TILE * LATENT / PIECE;  // of a slot
 
-// What a lane of a unit has of the partials of a row tile.
+// What a lane of a unit has of the partials of a row tile. A unit is 16 rows and 16 columns; those of the
+// same columns follow each other, and there are 2^log_parts of them: 1, 2 or 4, as many as it takes for
+// the rows that are of queries.
 struct Place {
     int piece;
     int row;     // and the 8th behind it
     int column;  // and the next, and both of the 8th behind it
 
-    __device__ __forceinline__ Place(int unit, int lane) {
-        const int owner = unit % 8;  // of the eight warps of the values groups
-        piece = unit * 32 + lane;
-        row = owner % 4 * 16 + lane / 4;
-        column = owner / 4 * 256 + unit / 8 * 16 + lane % 4 * 2;
+    __device__ __forceinline__ Place(int unit, int log_parts, int lane) {
+        const int part = unit & ((1 << log_parts) - 1);  // the warp of a values group that had it
+        const int columns = unit >> log_parts;
+        piece = (columns * 4 + part) * 32 + lane;
+        row = part * 16 + lane / 4;
+        column = columns % 2 * 256 + columns / 2 * 16 + lane % 4 * 2;
+    }
+
+    // From a unit to that COMBINE_WARPS behind it, whose rows are the same.
+    __device__ __forceinline__ static int piece_step(int log_parts) {
+        return COMBINE_WARPS * 4 * 32 >> log_parts;
+    }
+    __device__ __forceinline__ static int column_step(int log_parts) {
+        return COMBINE_WARPS / 2 * 16 >> log_parts;
     }
 };
 
@@ -1020,10 +1031,10 @@ struct Arriving {
     float* weights;  // [WEIGHTS, WEIGHT_ROWS]
 
     // Brings `count` splits, the 2^log_step-th ones from `slot` on, of 2^log_units units that are
-    // COMBINE_WARPS apart. `present` is false in a lane whose rows are of no query.
+    // `step` pieces apart. `present` is false in a lane whose rows are of no query.
     __device__ __forceinline__ void fetch(const short* partial_out, const float* partial_lse,
                                           const Place& own, bool present, int slot, int count,
-                                          int log_step, int log_units) const {
+                                          int log_step, int log_units, int step) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int first_row = own.row - lane / 4;
         __syncwarp();  // the splits before have been added
@@ -1038,9 +1049,8 @@ struct Arriving {
         for (int k = 0; k < own_pieces; ++k) {
             const long long from = slot + (k >> log_units << log_step);
             const int unit = k & ((1 << log_units) - 1);
-            ptx::cp_async16(
-                pieces + k * 32 + lane,
-                partial_out + (from * PIECES + own.piece + unit * (COMBINE_WARPS * 32)) * PIECE);
+            ptx::cp_async16(pieces + k * 32 + lane,
+                            partial_out + (from * PIECES + own.piece + unit * step) * PIECE);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -1061,7 +1071,7 @@ __device__ __forceinline__ void gather(Mean (&mean)[2], const Arriving& arriving
 #pragma unroll 1
     for (; slot < end; slot += COMBINE_UNROLL << log_step) {
         const int count = min((end - slot + (1 << log_step) - 1) >> log_step, COMBINE_UNROLL);
-        arriving.fetch(partial_out, partial_lse, own, present, slot, count, log_step, 0);
+        arriving.fetch(partial_out, partial_lse, own, present, slot, count, log_step, 0, 0);
         const int own_count = present ? count : 0;
         float largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll 3
@@ -1176,7 +1186,7 @@ struct Target {
 // what belongs to a row is found once, by two lanes, and factors take the place of the weights.
 __device__ __forceinline__ void merge_units(const Arriving& arriving, const Place& own,
                                             bool present, const Target& to, int count,
-                                            int log_units) {
+                                            int log_units, int column_step) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float inverse;  // of the sum of this lane's row
     {
@@ -1232,7 +1242,7 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
             value[6] = fmaf(second, partials::first(piece.w), value[6]);
             value[7] = fmaf(second, partials::second(piece.w), value[7]);
         }
-        const int column = unit * (COMBINE_WARPS / 8 * 16);  // from unit to unit
+        const int column = unit * column_step;
         *reinterpret_cast<unsigned*>(to_upper + column) =
             element::pack(value[0] * of_upper, value[1] * of_upper);
         *reinterpret_cast<unsigned*>(to_upper + column + 8) =
@@ -1262,9 +1272,8 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
 // @param partial_out read int16 [slots, 64, LATENT] align=16  PARTIAL, normalised; order see above
 // @param partial_lse    read   fp32 [slots, 64] align=16  base 2
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
-// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param combine_tiles  read   int32 [tiles, 4] align=16  as verify_plan writes them
 // @param tiles          value  int32                 most row tiles that can be cut
-// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
 // @param out            update ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, HEADS]  natural logarithm
@@ -1274,8 +1283,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     verify_combine_sm90(const short* __restrict__ partial_out,
                         const float* __restrict__ partial_lse,
                         const int* __restrict__ combine_indptr,
-                        const int* __restrict__ combine_tiles, int tiles,
-                        const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                        const int* __restrict__ combine_tiles, int tiles, bits16* __restrict__ out,
                         long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
@@ -1284,22 +1292,24 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
-    merge::Turns<PIECES / 32, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX, COMBINE_UNROLL> turns(
-        combine_indptr, combine_tiles, tiles, qo_indptr);
+    merge::Turns<PIECES / 32, ROW_TILE, 16, HEADS, COMBINE_THREADS, COMBINE_LEAST, COMBINE_UNROLL>
+        turns(combine_indptr, combine_tiles, tiles);
     merge::Turn turn;
     hopper::launch_dependents();  // they wait until this kernel has ended
     while (turns.next(turn)) {
         const int sharing = turn.sharers();
-        const Place own(turn.first_unit + (warp >> turn.log_sharers), lane);
-        const Target to = {turns.rows(turn, HEADS, ROW_TILE), out, out_stride, lse};
+        const Target to = {turns.rows(turn), out, out_stride, lse};
+        const int log_parts = merge::log_parts<2>(to.rows.end - to.rows.first, 16);
+        const Place own(turn.first_unit + (warp >> turn.log_sharers), log_parts, lane);
         const Arriving arriving = {pieces + warp * COMBINE_UNROLL * 32,
                                    weights + warp * WEIGHTS * WEIGHT_ROWS};
         const bool present = to.rows.has(own.row);
         hopper::wait_for_dependency();
         if (sharing == 1 && (turn.end - turn.begin) << turn.log_units <= COMBINE_UNROLL) {
             arriving.fetch(partial_out, partial_lse, own, present, turn.begin,
-                           turn.end - turn.begin, 0, turn.log_units);
-            merge_units(arriving, own, present, to, turn.end - turn.begin, turn.log_units);
+                           turn.end - turn.begin, 0, turn.log_units, Place::piece_step(log_parts));
+            merge_units(arriving, own, present, to, turn.end - turn.begin, turn.log_units,
+                        Place::column_step(log_parts));
             continue;
         }
         Mean mean[2];
@@ -1330,7 +1340,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
         // A warp for each pair of columns of each of a unit's two rows.
 #pragma unroll 1
         for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
-            const Place place(turn.first_unit + task / 4, lane);
+            const Place place(turn.first_unit + task / 4, log_parts, lane);
             to.write_sum(means + (task / 4 << turn.log_sharers), sharing, place, task, lane);
         }
         __syncthreads();

@@ -691,9 +691,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 // @param partial_lse    read   fp32 [slots, kv_heads, ROWS]  base 2
 // @param kv_heads       value  int32
 // @param combine_indptr read   int32 [tiles + 1]     bounds of each cut row tile's slots
-// @param combine_tiles  read   int32 [tiles, 2]      request, row tile; -1 behind the last
+// @param combine_tiles  read   int32 [tiles, 4] align=16  as verify_plan writes them
 // @param tiles          value  int32                 most row tiles that can be cut
-// @param qo_indptr      read   QO_INDEX [*]          bounds of each request's tree
 // @param out update bf16 [tokens, kv_heads * GROUP, 128] stride=(out_stride, 128, 1) align=16
 // @param out_stride     value  int64                 multiple of 8
 // @param lse            update fp32 [tokens, kv_heads * GROUP]  natural logarithm
@@ -701,19 +700,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     verify_gqa_combine(const short* __restrict__ partial_out, const float* __restrict__ partial_lse,
                        int kv_heads, const int* __restrict__ combine_indptr,
-                       const int* __restrict__ combine_tiles, int tiles,
-                       const QO_INDEX* __restrict__ qo_indptr, bits16* __restrict__ out,
+                       const int* __restrict__ combine_tiles, int tiles, bits16* __restrict__ out,
                        long long out_stride, float* __restrict__ lse) {
     constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
     constexpr int UNITS = ROWS * ROW_PIECES / 32;
     SHARED_ARRAY(float, means, [COMBINE_WARPS][combine::PIECE + 2][32]);
     const int kv_head = static_cast<int>(blockIdx.y);
-    merge::Turns<UNITS, COMBINE_THREADS, COMBINE_LEAST, QO_INDEX> turns(
-        combine_indptr, combine_tiles, tiles, qo_indptr);
+    merge::Turns<UNITS, ROWS, 8, GROUP, COMBINE_THREADS, COMBINE_LEAST> turns(combine_indptr,
+                                                                              combine_tiles, tiles);
     merge::Turn turn;
     while (turns.next(turn)) {
         combine::units<COMBINE_WARPS, COMBINE_UNROLL, UNITS, ROWS>(
-            turns, turn, GROUP, partial_out + static_cast<long long>(kv_head) * ROWS * DIM,
+            turns, turn, partial_out + static_cast<long long>(kv_head) * ROWS * DIM,
             partial_lse + static_cast<long long>(kv_head) * ROWS, kv_heads * ROWS, means,
             [&](const merge::Rows& rows, int row, int piece, uint4 columns, float log_sum) {
                 const int flat = rows.first + row;

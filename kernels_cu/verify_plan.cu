@@ -15,7 +15,8 @@
 // the same time, so that DRAM gives each row once: `width` blocks make a team, and a team takes
 // `width` row tiles of a request (a bundle) over the same range. `width` is the largest number that
 // divides all R_b and leaves at most one block in 8 without a team; there are M = num_ctas / width
-// teams.
+// teams. The blocks that are left over are one more for long shares, the last: each takes up to
+// ceil(width / their number) row tiles of each of its ranges, one after the other.
 //
 // Cuts. The bundles stand one behind the other, in the order of requests and row tiles, on an axis
 // of cost: START_ROWS for starting, and one for each KV row. It begins at the first bundle's first row,
@@ -23,6 +24,9 @@
 // every Q, and team k takes what lies in [k Q, (k+1) Q):
 //   Q = max(ceil(whole axis / M), ceil(ROOT_HALVES x isqrt(longest) / 2), LEAST_ROWS), rounded up
 //       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
+// Where blocks are left over, of which each takes `each` row tiles of a range, the last team takes
+// Q / each - START_ROWS, so that Q = ceil((whole axis + START_ROWS) x each / (M x each + 1)) suffices,
+// if it is more than 8 GRAIN and at least 2 x each x START_ROWS.
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
@@ -37,11 +41,12 @@
 //   work            entries of one piece side by side, one for each row tile of its bundle; pieces
 //                   in the order of the axis; what is not used is -1
 //   cta_work        block c = k x width + j takes the entries first, first + step, ... below end:
-//                   row tile j of each of its team's bundles; the fourth word is 0. With halves, the
-//                   blocks 2 c and 2 c + 1 take them, and the fourth word is 1 for the first half of
-//                   the columns, 2 for the second
-//   combine_tiles   the row tiles of more than one piece, in order; combine_indptr bounds their
-//                   partial slots, which are numbered from 0 without gaps, row tile by row tile
+//                   row tile j of each of its team's bundles; the fourth word is 0. The step of blocks
+//                   that were left over is their number. With halves, the blocks 2 c and 2 c + 1 take
+//                   them, and the fourth word is 1 for the first half of the columns, 2 for the second
+//   combine_tiles   the row tiles of more than one piece, in order, and what a merge needs to know of
+//                   their requests: the first token and the number of tokens; combine_indptr bounds
+//                   their partial slots, which are numbered from 0 without gaps, row tile by row tile
 //   status          [0] PLANNED or what is wrong, [1] the request, [2] low and [3] high word of the
 //                   value at fault
 // Every output is written completely by every launch, by whole numbers only: the same inputs always
@@ -312,7 +317,7 @@ __device__ int width_of(int divisor, int num_ctas) {
 // @param work              write int32 [max_work, 6]   request, row tile, begin, end, slot, splits
 // @param cta_work          write int32 [num_ctas, 4]   first entry, end, step, half
 // @param combine_indptr    write int32 [num_ctas + 1]  bounds of each cut row tile's slots
-// @param combine_tiles     write int32 [num_ctas, 2]   request, row tile; -1 behind the last
+// @param combine_tiles write int32 [num_ctas, 4]  request, row tile, first token, tokens; then -1
 // @param kv_indptr?        write int32 [batch + 1]     bounds of each prefix in kv_indices
 // @param kv_indices?       update KV_INDEX [*]         slots of all prefixes
 // @param status            write int32 [4]             code, request, value's low and high word
@@ -526,6 +531,17 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             break;
         }
     }
+    const int spare = blocks == 1 ? num_ctas - all_teams * width : 0;
+    if (spare > 0) {
+        const int each = (width + spare - 1) / spare;
+        const int parts = all_teams * each + 1;
+        long long less = long_quotient((axis + START_ROWS) * each + parts - 1, parts);
+        less = (less + TILE - 1) / TILE * TILE;
+        if (less < share && less > 8 * GRAIN && less >= max(root, 2ll * each * START_ROWS)) {
+            share = less;
+            teams = all_teams + 1;
+        }
+    }
     __syncthreads();
 
     // The cuts that are kept.
@@ -596,8 +612,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         to[5] = cuts + 1;
         if (is_first && cuts > 0) {
             const int tile = width * cut_ahead + side;
-            combine_tiles[2 * tile] = b;
-            combine_tiles[2 * tile + 1] = row_tile;
+            int* cut_tile = combine_tiles + 4 * tile;
+            cut_tile[0] = b;
+            cut_tile[1] = row_tile;
+            cut_tile[2] = static_cast<int>(qo_indptr[b]);
+            cut_tile[3] = requests[b].tokens;
             combine_indptr[tile] = slots;
         }
     }
@@ -615,6 +634,10 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         to[0] = team < teams ? pieces_before(team) * width + side : 0;
         to[1] = team < teams ? pieces_before(team + 1) * width : 0;
         to[2] = width;
+        if (team < teams && team == all_teams) {
+            to[0] = min(to[0], to[1]);
+            to[2] = spare;
+        }
         to[3] = team < teams && blocks == 2 ? cta % 2 + 1 : 0;
     }
     const int kept_cuts = static_cast<int>(counted & 0xffffu);
@@ -627,7 +650,10 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     for (int tile = cut_tiles + thread; tile <= num_ctas; tile += PLAN_THREADS) {
         combine_indptr[tile] = width * kept_cuts + cut_tiles;
         if (tile < num_ctas) {
-            combine_tiles[2 * tile] = combine_tiles[2 * tile + 1] = -1;
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                combine_tiles[4 * tile + word] = -1;
+            }
         }
     }
 }

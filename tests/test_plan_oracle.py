@@ -83,7 +83,7 @@ def test_one_request_is_cut_evenly() -> None:
         [0, 0, 3024, 4000, 3, 4],
     ]
     assert plan.cta_work.tolist() == [[0, 1, 1, 0], [1, 2, 1, 0], [2, 3, 1, 0], [3, 4, 1, 0]]
-    assert plan.combine_tiles.tolist() == [[0, 0], [-1, -1], [-1, -1], [-1, -1]]
+    assert plan.combine_tiles.tolist() == [[0, 0, 0, 8], *[[-1] * 4] * 3]
     assert plan.combine_indptr.tolist() == [0, 4, 4, 4, 4]
     assert plan.kv_indptr.tolist() == [0, 4000]
 
@@ -95,6 +95,60 @@ def test_row_tiles_go_side_by_side() -> None:
     assert len(ranges) == 2
     assert [tile for _, tile, *_ in entries(plan)] == [0, 1, 0, 1]
     assert plan.cta_work.tolist() == [[0, 2, 2, 0], [1, 2, 2, 0], [2, 4, 2, 0], [3, 4, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_ctas", "width"),
+    [
+        (64, 132, 8),
+        (65, 132, 9),
+        (33, 132, 5),
+        (16, 132, 2),
+        (16, 7, 1),  # one of seven is more than one in eight
+        (16, 9, 2),
+        (129, 132, 17),
+        (129, 64, 1),  # 17 would leave thirteen out of 64
+    ],
+)
+def test_teams_leave_few_blocks_out(tree: int, num_ctas: int, width: int) -> None:
+    plan = plan_of([20_000], [tree], num_ctas=num_ctas)
+    in_teams = num_ctas - num_ctas % width
+    assert set(plan.cta_work[:in_teams, 2].tolist()) == {width}
+    assert wrong(plan, [20_000], [tree]) == []
+
+
+def test_blocks_that_are_left_over_take_row_tiles_one_after_the_other() -> None:
+    plan = plan_of([65_536], [33], num_ctas=132)  # 26 teams of five blocks, and two
+    assert [list(range(*taken[:3])) for taken in plan.cta_work[130:].tolist()] == [
+        [130, 132, 134],
+        [131, 133],
+    ]
+    rows = plan.work[:, 3] - plan.work[:, 2]
+    load = [rows[first:end:step].sum() for first, end, step, _ in plan.cta_work]
+    assert max(load) < 65_536 / 26 - 16
+    assert 0 < load[131] < load[130] < max(load)
+
+
+@pytest.mark.parametrize(
+    ("lens", "tree", "heads"),
+    [
+        ([20_000] * 14 + [600, 50, 50, 50], 33, 8),
+        ([4000] * 13 + [1000] + [16] * 6, 5, 128),
+        ([32_768] * 32, 7, 128),
+        ([100, 8000, 900, 4000, 250, 6000] * 20, 5, 128),
+    ],
+)
+def test_blocks_that_are_left_over_take_no_more_than_others(
+    lens: list[int], tree: int, heads: int
+) -> None:
+    width = -(-tree * heads // 64)
+    most = {}
+    for num_ctas in (132, 132 - 132 % width):
+        plan = plan_of(lens, [tree] * len(lens), num_ctas=num_ctas, heads=heads)
+        assert wrong(plan, lens, [tree] * len(lens), heads) == []
+        cost = plan.work[:, 3] - plan.work[:, 2] + 48
+        most[num_ctas] = max(cost[first:end:step].sum() for first, end, step, _ in plan.cta_work)
+    assert most[132] < most[132 - 132 % width]
 
 
 def test_a_short_prefix_is_left_whole() -> None:
@@ -188,6 +242,8 @@ def assign(at: Any, value: Any) -> Any:
         ("combine_tiles", assign((0, 1), 1), "are combined"),
         ("combine_tiles", assign((0, 0), -1), "are combined"),
         ("combine_tiles", assign((2, 1), 0), "behind the last that is combined"),
+        ("combine_tiles", assign((0, 2), 1), "combines 8 tokens from 1 on"),
+        ("combine_tiles", assign((0, 3), 7), "combines 7 tokens from 0 on"),
         ("combine_indptr", assign(1, 3), "combines 0 to 3"),
         ("cta_work", assign((0, 1), 0), "entry 0 is run 0 times"),
         ("cta_work", assign((1, 0), 0), "entry 0 is run 2 times"),

@@ -188,6 +188,11 @@ WRITTEN = [
     ("halves of teams of two", [1000, 70], [9, 16], {"num_ctas": 45, "values": {"HALVES_ROWS": 900}}),
     ("too long for halves", [50_000], [8], {"num_ctas": 132, "values": {"HALVES_ROWS": 320}}),
     ("nothing to halve", [0, 0], [0, 0], {"num_ctas": 5, "values": {"HALVES_ROWS": 320}}),
+    ("four blocks are left over for eight", [30_000, 5000], [64, 192], {"num_ctas": 132}),
+    ("six blocks are left over for nine", [30_000], [65], {"num_ctas": 132}),
+    ("two blocks are left over for five", [65_536], [33], {"num_ctas": 132}),
+    ("thirteen for seventeen", [65_536, 20_000], [129, 136], {"num_ctas": 132}),
+    ("left over, and many requests", [9000, 30_000, 12_345, 800] * 4, [33] * 16, {"num_ctas": 132}),
     ("all of them long", [200_000] * 64, [64] * 64, {"num_ctas": 132, "heads": 16}),
 ]  # fmt: skip
 
@@ -297,7 +302,7 @@ def test_row_tiles_of_one_range_are_neighbours() -> None:
     used = plan.work[plan.work[:, 0] >= 0].reshape(-1, 8, 6)
     assert (used[:, :, 1] == np.arange(8)).all()
     assert (used[:, :, 2:4] == used[:, :1, 2:4]).all()
-    assert len(used) == 16  # 128 of 132 blocks
+    assert len(used) == 17  # of 16 teams of eight blocks, and of four blocks that are left over
 
 
 # --- what is wrong with a step -------------------------------------------------------------------

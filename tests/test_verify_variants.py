@@ -218,6 +218,8 @@ def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
         ([49], [1], 128),
         ([3, 20, 2, 6, 16, 4, 15, 8] * 5, [8, 3, 5, 1, 8, 7, 2, 8] * 5, 9),
         ([2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 17),
+        ([14, 15, 16], [17], 10),
+        ([2, 3, 3, 2, 3] * 7, [33] * 7, 11),
     ],
     ids=[
         "two",
@@ -230,6 +232,8 @@ def in_order_of_accumulators(rows: NDArray[np.int16]) -> NDArray[np.int16]:
         "sixteen share",
         "several units a warp or none, by splits",
         "as many units a warp as it takes",
+        "a last row tile of few rows",
+        "more row tiles than lanes, some of few rows",
     ],
 )
 def test_merging_partials(splits: list[int], tokens: list[int], blocks: int) -> None:
@@ -252,14 +256,17 @@ def test_merging_in_other_forms(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("unit * (COMBINE_WARPS * 32)", "unit * 32"),
+        ("unit * step", "unit * 32"),
         ("const float second = upper[k * WEIGHT_ROWS + 8];", "const float second = first;"),
         ("has_lower = to.rows.has(own.row + 8)", "has_lower = true"),
         ("__syncwarp();  // both lanes have compared", ""),
         ("__syncwarp();  // all factors are there", ""),
         ("__syncwarp();  // the splits before have been added", ""),
         ("own.column < 8 && lane", "own.column < 0 && lane"),
-        ("unit * (COMBINE_WARPS / 8 * 16)", "unit * (COMBINE_WARPS / 8 * 8)"),
+        ("unit * column_step", "unit * 8"),
+        ("const int part = unit & ((1 << log_parts) - 1);", "const int part = unit % 4;"),
+        ("COMBINE_WARPS * 4 * 32 >> log_parts", "COMBINE_WARPS * 32"),
+        ("COMBINE_WARPS / 2 * 16 >> log_parts", "COMBINE_WARPS / 8 * 16"),
         ("sum += __shfl_xor_sync(ALL, sum, WEIGHT_ROWS);", ""),
         ("__shfl_sync(ALL, inverse, lane / 4 + 8)", "of_upper"),
         ("k = lane / WEIGHT_ROWS; k < own_count; k += 2", "k = 0; k < own_count; ++k"),
@@ -276,16 +283,19 @@ def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
 
 def assert_all_merged(kernel: Kernel, **values: Any) -> None:
     """Merge by several units a warp, by more splits than are in flight, and by warps that share."""
-    assert_merged(kernel, [2, 3, 7, 4, 5], [8, 5, 8, 3, 1], 3, **values)
+    assert_merged(kernel, [2, 3, 7, 4, 5, 2], [8, 5, 8, 3, 9], 3, **values)
     assert_merged(kernel, [40, 18, 20], [8, 5, 8], 13, **values)
     assert_merged(kernel, [13, 30], [3, 8], 64, **values)
+    assert_merged(kernel, [49], [2], 128, **values)
 
 
 def assert_merged(
     kernel: Kernel, splits: list[int], tokens: list[int], blocks: int, **values: Any
 ) -> None:
     rng = np.random.default_rng(sum(splits))
-    slots, requests, room = sum(splits), len(splits), len(splits) + 3
+    tiles = [(request, tile) for request, own in enumerate(tokens) for tile in range(-(-own // 8))]
+    assert len(tiles) == len(splits)
+    slots, room = sum(splits), len(splits) + 3
     # of different sizes in a row and from piece to piece
     numbers = rng.standard_normal((slots, 64, 512)) * np.exp2(rng.integers(-4, 9, 512))
     numbers *= np.exp2(rng.integers(-4, 3, (slots, 1, 1)))
@@ -296,27 +306,28 @@ def assert_merged(
     weights[slots - 1, 2] = np.nan
     bounds = np.concatenate([[0], np.cumsum(splits)])
     indptr = np.full(room + 1, slots, np.int32)
-    indptr[: requests + 1] = bounds
-    cut = np.full((room, 2), -1, np.int32)
-    cut[:requests] = [(request, 0) for request in range(requests)]
+    indptr[: len(bounds)] = bounds
     qo_indptr = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
+    cut = np.full((room, 4), -1, np.int32)
+    cut[: len(tiles)] = [(*tile, qo_indptr[tile[0]], tokens[tile[0]]) for tile in tiles]
     out = np.full((sum(tokens), 8, 512), 0x7FFF, np.uint16)
     lse = np.full((sum(tokens), 8), 7.0, np.float32)
     partials = np.stack([in_order_of_accumulators(slot) for slot in kept.view(np.int16)])
     with cuverify.checked(schedule="random", seed=3, max_accesses=100_000_000):
         threads = values.get("COMBINE_THREADS", 512)
-        kernel(blocks, threads, partials, weights, indptr, cut, room, qo_indptr, out, 8 * 512, lse)
+        kernel(blocks, threads, partials, weights, indptr, cut, room, out, 8 * 512, lse)
     exact = widen(kept).astype(np.float64)
-    for request in range(requests):
-        own = slice(bounds[request], bounds[request + 1])
+    for number, (request, row_tile) in enumerate(tiles):
+        own = slice(bounds[number], bounds[number + 1])
         with np.errstate(invalid="ignore", divide="ignore"):
             share = np.exp2(weights[own].astype(np.float64))
             total = share.sum(axis=0)
             mean = (share[:, :, None] * exact[own]).sum(axis=0) / total[:, None]
             size = (share[:, :, None] * np.abs(exact[own])).sum(axis=0) / total[:, None]
         mean[total == 0] = 0
-        rows = slice(qo_indptr[request] * 8, qo_indptr[request + 1] * 8)
-        used = rows.stop - rows.start
+        first = qo_indptr[request] * 8 + row_tile * 64
+        used = min(qo_indptr[request + 1] * 8 - first, 64)
+        rows = slice(first, first + used)
         found = bf16(out.reshape(-1, 512)[rows])
         wrong = np.isnan(mean[:used])
         np.testing.assert_array_equal(np.isnan(found), wrong)

@@ -326,7 +326,7 @@ class VerifyAttention:
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
             workspace.partial_out, workspace.partial_lse,
             buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
-            plan.num_ctas, plan.qo_indptr, out, out_stride, lse,
+            plan.num_ctas, out, out_stride, lse,
         )  # fmt: skip
 
     def __call__(self) -> None:

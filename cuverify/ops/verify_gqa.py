@@ -433,7 +433,7 @@ class VerifyGqa:
             self._combine_grid(combine_ctas, device), number_of(combine, "COMBINE_THREADS"),
             workspace.partial_out, workspace.partial_lse, kv_heads,
             buffers.combine_indptr[: plan.num_ctas + 1], buffers.combine_tiles[: plan.num_ctas],
-            plan.num_ctas, plan.qo_indptr, out, outputs["out"].strides[0], lse,
+            plan.num_ctas, out, outputs["out"].strides[0], lse,
         )  # fmt: skip
 
     def __call__(self) -> None:

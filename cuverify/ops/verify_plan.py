@@ -165,7 +165,7 @@ def plan_workspace(max_batch: int, max_tokens: int, heads: int, num_ctas: int) -
         "work": Buffer((max_row_tiles(max_batch, max_tokens, heads) + num_ctas, 6), "int32"),
         "cta_work": Buffer((num_ctas, 4), "int32"),
         "combine_indptr": Buffer((num_ctas + 1,), "int32"),
-        "combine_tiles": Buffer((num_ctas, 2), "int32"),
+        "combine_tiles": Buffer((num_ctas, 4), "int32"),
         "kv_indptr": Buffer((max_batch + 1,), "int32"),
         "status": Buffer((4,), "int32"),
     }
@@ -187,8 +187,9 @@ class PlanWorkspace:
         divide the columns of V.
     combine_indptr : tensor, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
-    combine_tiles : tensor, shape (num_ctas, 2)
-        Request and row tile of those; -1 behind the last.
+    combine_tiles : tensor, shape (num_ctas, 4)
+        Request and row tile of those, the request's first token and its number of tokens; -1 behind
+        the last.
     kv_indptr : tensor, shape (max_batch + 1,)
         Bounds of each prefix in `kv_indices`; not touched where the caller has bounds of its own.
     status : tensor, shape (4,)

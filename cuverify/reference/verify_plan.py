@@ -52,8 +52,9 @@ class Plan:
         columns.
     combine_indptr : ndarray of int32, shape (num_ctas + 1,)
         Bounds of the partial slots of each row tile that is cut.
-    combine_tiles : ndarray of int32, shape (num_ctas, 2)
-        Request and row tile of those; -1 behind the last.
+    combine_tiles : ndarray of int32, shape (num_ctas, 4)
+        Request and row tile of those, the request's first token and its number of tokens; -1 behind
+        the last.
     kv_indptr : ndarray of int32, shape (B + 1,)
         Bounds of each prefix in the index list.
     status : ndarray of int32, shape (4,)
@@ -152,8 +153,23 @@ def verify_plan(
         lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
         halves_rows, grain,
     )  # fmt: skip
+    spare = 0 if halves else num_ctas % width
+    if spare:
+        each = -(-width // spare)
+        bundles = _bundles(trees, heads, width)
+        cost = sum(start_rows + lens[request] + trees[request] for request, _ in bundles)
+        less = -(-max(cost, start_rows) * each // (teams * each + 1))
+        less += -less % TILE
+        longest = max(length + tree for length, tree in zip(lens, trees, strict=True))
+        root = -(-root_halves * math.isqrt(longest) // 2)
+        if 8 * grain < less < quota and less >= max(root, 2 * each * start_rows):
+            teams, quota = teams + 1, less
+        else:
+            spare = 0
     pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
-    return _written(pieces, lens, width, teams, halves, num_ctas, max_work, status)
+    return _written(
+        pieces, lens, qo_indptr, width, teams, spare, halves, num_ctas, max_work, status
+    )
 
 
 def kv_list(
@@ -251,13 +267,16 @@ def faults(
         if len(pieces) == 1 and pieces[0][2] != -1:
             found.append(f"{name} is in one piece and has slot {pieces[0][2]}")
 
-    found.extend(_combine_faults(plan, ranges, max_slots))
+    found.extend(_combine_faults(plan, qo_indptr, ranges, max_slots))
     found.extend(_order_faults(plan, work))
     return found
 
 
 def _combine_faults(
-    plan: Plan, ranges: dict[tuple[int, int], list[tuple[int, int, int, int]]], max_slots: int
+    plan: Plan,
+    qo_indptr: NDArray[Any],
+    ranges: dict[tuple[int, int], list[tuple[int, int, int, int]]],
+    max_slots: int,
 ) -> Iterator[str]:
     cut = {tile: pieces for tile, pieces in ranges.items() if len(pieces) > 1}
     slots = Counter(slot for pieces in cut.values() for _, _, slot, _ in pieces)
@@ -265,12 +284,20 @@ def _combine_faults(
         yield f"partial slots go from {min(slots)} to {max(slots)}; there are {max_slots}"
     for slot in sorted(slot for slot, times in slots.items() if times > 1):
         yield f"partial slot {slot} is given twice"
-    tiles = [(int(request), int(tile)) for request, tile in plan.combine_tiles if request >= 0]
+    combined = [tuple(map(int, entry)) for entry in plan.combine_tiles if entry[0] >= 0]
+    tiles = [(request, row_tile) for request, row_tile, _, _ in combined]
     if sorted(tiles) != sorted(cut):
         yield f"row tiles {tiles} are combined, those that are cut are {sorted(cut)}"
         return
     if (plan.combine_tiles[len(tiles) :] != -1).any():
         yield "row tiles behind the last that is combined are not all -1"
+    for request, row_tile, first_token, tokens in combined:
+        begin, end = int(qo_indptr[request]), int(qo_indptr[request + 1])
+        if (first_token, tokens) != (begin, end - begin):
+            yield (
+                f"row tile {row_tile} of request {request} combines {tokens} tokens from "
+                f"{first_token} on, the request has {end - begin} from {begin} on"
+            )
     bounds = plan.combine_indptr.tolist()
     for number, tile in enumerate(tiles):
         own = [slot for _, _, slot, _ in cut[tile]]
@@ -296,8 +323,12 @@ def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
             yield f"entry {entry} is run {runs[entry] / 2:g} times"
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
-    # blocks that run side by side read the same rows, so that DRAM gives them once
+    # blocks that run side by side read the same rows, so that DRAM gives them once; those that are
+    # left over have another step
+    width = int(plan.cta_work[0, 2])
     for first, end, step, _ in plan.cta_work.tolist():
+        if step != width:
+            continue
         for entry in range(first, min(end, len(work)), step):
             beside = work[entry - entry % step : entry - entry % step + step]
             if len({(request, begin, last) for request, _, begin, last, _, _ in beside}) > 1:
@@ -432,8 +463,10 @@ def _pieces(
 def _written(
     pieces: Sequence[_Piece],
     lens: Sequence[int],
+    qo_indptr: NDArray[Any],
     width: int,
     teams: int,
+    spare: int,
     halves: bool,
     num_ctas: int,
     max_work: int,
@@ -444,13 +477,15 @@ def _written(
         raise ArgumentError("max_work", max_work, f"the plan has {len(pieces) * width} entries")
     work = np.full((max_work, 6), -1, np.int32)
     combine_indptr = np.zeros(num_ctas + 1, np.int32)
-    combine_tiles = np.full((num_ctas, 2), -1, np.int32)
+    combine_tiles = np.full((num_ctas, 4), -1, np.int32)
     entry = slots = tiles = 0
     for piece in pieces:
         cut = piece.pieces > 1
         if cut and piece.number == 0:
             for lane in range(width):
-                combine_tiles[tiles] = piece.request, piece.first_tile + lane
+                begin, end = map(int, qo_indptr[piece.request : piece.request + 2])
+                row_tile = piece.first_tile + lane
+                combine_tiles[tiles] = piece.request, row_tile, begin, end - begin
                 combine_indptr[tiles] = slots + lane * piece.pieces
                 tiles += 1
             slots += width * piece.pieces
@@ -471,7 +506,12 @@ def _written(
     cta_work = np.zeros((num_ctas, 4), np.int32)
     cta_work[:, 2] = width
     before = 0
-    for team in range(teams):
+    if spare:  # the last team: its blocks take entries by turns
+        end = len(pieces) * width
+        first = end - own[teams - 1] * width
+        for block in range(spare):
+            cta_work[num_ctas - spare + block, :3] = min(first + block, end), end, spare
+    for team in range(teams - (spare > 0)):
         end = before + own[team]
         for lane in range(width):
             block, range_ = team * width + lane, (before * width + lane, end * width)

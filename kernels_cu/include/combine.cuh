@@ -76,12 +76,12 @@ struct Mean {
 template <int WARPS>
 using Means = float[WARPS][PIECE + 2][32];
 
-// Does the units of one turn, of row tiles of SIZE rows and `heads` rows a token. A row tile has UNITS of
-// them, and a slot `slot_rows` rows, of which those from `partial_out` and `partial_lse` on are the row
+// Does the units of one turn, of row tiles of SIZE rows. A row tile has UNITS of them, and a slot
+// `slot_rows` rows, of which those from `partial_out` and `partial_lse` on are the row
 // tile's. `write(rows, row, piece, columns, lse)` takes a piece of a row of the row tile and the
 // log-sum-exp to base 2. All threads of the block take part.
 template <int WARPS, int UNROLL, int UNITS, int SIZE, class Turns, class Write>
-__device__ __forceinline__ void units(const Turns& turns, const merge::Turn& turn, int heads,
+__device__ __forceinline__ void units(const Turns& turns, const merge::Turn& turn,
                                       const short* partial_out, const float* partial_lse,
                                       int slot_rows, Means<WARPS>& means, const Write& write) {
     constexpr int ROW_PIECES = UNITS * 32 / SIZE;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
         const int unit = turn.first_unit + (warp >> turn.log_sharers);
         const int row = (unit * 32 + lane) / ROW_PIECES;
         const int column = (unit * 32 + lane) % ROW_PIECES * PIECE;
-        const bool given = unit < UNITS && turns.rows(turn, heads, SIZE).has(row);
+        const bool given = unit < UNITS && turns.rows(turn).has(row);
         for (int slot = turn.begin + (warp & (sharing - 1)); slot < turn.end;
              slot += sharing * UNROLL) {
             float weights[UNROLL];
@@ -131,7 +131,7 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
     }
     __syncthreads();
     // asked for again: registers are for what is in flight
-    const merge::Rows rows = turns.rows(turn, heads, SIZE);
+    const merge::Rows rows = turns.rows(turn);
     const int unit = turn.first_unit + warp;  // a warp a unit
     const int row = (unit * 32 + lane) / ROW_PIECES;
     if (warp < WARPS >> turn.log_sharers && unit < UNITS && rows.has(row)) {
