@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cuverify.verify_shapes import LATENT, ROPE
-from cuverify.verify_variants import choose_variant
+from cuverify.verify_variants import VARIANTS, choose_variant
 
 if TYPE_CHECKING:
     from cuverify.narrow import Narrow
     from cuverify.ops.verify_attention import VerifyAttention
     from cuverify.ops.verify_plan import VerifyPlan
+    from cuverify.ops.verify_starts import VerifyStarts
     from cuverify.reference.verify_attention import Attention
     from cuverify.verify_problem import DeviceBounds, Problem
     from cuverify.verify_variants import VariantName
@@ -30,8 +31,9 @@ class OwnAttention:
     out : tensor of bfloat16 or float16, shape (N, H, 512)
     lse : tensor of float32, shape (N, H)
     plan : VerifyPlan
-        Makes the same plan again, and the index list from a request-to-token table: what happens
-        once a step.
+        Makes the same plan again, and the index list from a request-to-token table.
+    starts : VerifyStarts or None
+        Of that plan, where the text reads them.
     splits : int
         Pieces of the row tile that is cut most.
     """
@@ -41,6 +43,7 @@ class OwnAttention:
     out: Any
     lse: Any
     plan: VerifyPlan
+    starts: VerifyStarts | None
     splits: int
 
     @property
@@ -80,6 +83,7 @@ class OwnAttention:
         from cuverify.launching import capability
         from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+        from cuverify.ops.verify_starts import StartsWorkspace, VerifyStarts
 
         shape, device = problem.shape, problem.pool.device
         pool: Narrow = "fp8_e4m3" if shape.stored == "fp8" else shape.stored
@@ -117,10 +121,18 @@ class OwnAttention:
         lse = torch.empty((shape.tokens, shape.heads), device=device)
         scratch: AttentionWorkspace | None = None
         layers: list[VerifyAttention] = []
+        all_starts: list[VerifyStarts] = []
         # The plan knows lengths alone: copies share its buffers and differ in their index lists.
         for prefix, drafts in zip(problem.prefix_slots, problem.draft_slots, strict=True):
             plan = plan_of(kv_indices=prefix, kv_indptr=problem.kv_indptr)
             scratch = scratch or AttentionWorkspace.allocate(out, plan=plan)
+            starts = None
+            if VARIANTS[variant].starts:
+                held = StartsWorkspace.allocate(out, num_ctas=plan.num_ctas)
+                if all_starts:  # bounds are the same, too; slots are not
+                    held = replace(held, cta_starts=all_starts[0].workspace.cta_starts)
+                starts = VerifyStarts(plan, out_cache_loc=drafts, workspace=held)
+                all_starts.append(starts)
             layers.append(
                 VerifyAttention(
                     problem.q,
@@ -132,6 +144,7 @@ class OwnAttention:
                     sm_scale=problem.sm_scale,
                     out_cache_loc=drafts,
                     kv_scale=problem.kv_scale,
+                    starts=starts,
                     workspace=scratch,
                     variant=variant,
                     values=values,
@@ -142,9 +155,20 @@ class OwnAttention:
             req_to_token=problem.slot_table(),
             req_pool_indices=torch.arange(shape.batch, dtype=torch.int32, device=device),
         )
+        first = None
+        if VARIANTS[variant].starts:
+            first = VerifyStarts(whole, out_cache_loc=problem.draft_slots[0])
         whole()
         whole.read_status()
-        return cls(problem, layers, out, lse, whole, int(workspace.work[:, 5].max()))
+        for starts in all_starts:
+            starts()
+        return cls(problem, layers, out, lse, whole, first, int(workspace.work[:, 5].max()))
+
+    def make_plan(self) -> None:
+        """Do what a step does once for all layers: plan, gather the list, lay out the starts."""
+        self.plan()
+        if self.starts is not None:
+            self.starts()
 
     def in_order(self) -> list[Callable[[], None]]:
         """Return the layers as they are behind any kernel: none starts before it has ended."""
@@ -169,11 +193,14 @@ class OwnAttention:
         """
         import torch
 
-        held = vars(self.plan.workspace)
+        held = {**vars(self.plan.workspace)}
+        if self.starts is not None:
+            self.starts()
+            held |= vars(self.starts.workspace)
         before = {name: buffer.clone() for name, buffer in held.items()}
         for buffer in (*held.values(), self.plan.kv_indices):
             buffer.fill_(-7)
-        self.plan()
+        self.make_plan()
         for name, buffer in held.items():
             if not torch.equal(buffer, before[name]):
                 return f"a second plan of the same lengths has another {name}"

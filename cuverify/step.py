@@ -13,17 +13,19 @@ from typing import Any, get_args
 
 import numpy as np
 
-from cuverify.buffers import Buffer, read
+from cuverify.buffers import Buffer, read, tensor_of
 from cuverify.errors import ArgumentError
-from cuverify.launching import PartialType
+from cuverify.launching import PartialType, capability
 from cuverify.ops.accept import AcceptBuffers, AcceptGreedy, Argmax
 from cuverify.ops.commit import CommitPlan, Way
 from cuverify.ops.draft_topk import DraftTopk
 from cuverify.ops.tree_build import TreeBuffers, TreeBuild
 from cuverify.ops.verify_attention import AttentionWorkspace, VerifyAttention
 from cuverify.ops.verify_plan import MAX_TREE_TOKENS, PlanWorkspace, VerifyPlan
+from cuverify.ops.verify_starts import VerifyStarts
 from cuverify.stages import stage
 from cuverify.static_buffers import write
+from cuverify.verify_variants import VARIANTS, choose_variant
 
 Call = Callable[[], None]
 
@@ -252,6 +254,16 @@ class VerifyStep:
             topk = DraftTopk(draft_logits, tensors.logprobs, tensors.token_ids)
             self.stages.append(("draft top-k", topk))
         self.stages += [("tree build", build), ("plan", self.plan)]
+        starts = None
+        variant = choose_variant(
+            capability(tensor_of("kv", tensors.kv).device),
+            latent=sizes.latent,
+            rope=sizes.rope,
+            sm_scale=sm_scale,
+        )
+        if VARIANTS[variant].starts:
+            starts = VerifyStarts(self.plan, out_cache_loc=tensors.out_cache_loc)
+            self.stages.append(("plan", starts))
         for layer in range(sizes.layers):
             attend = VerifyAttention(
                 tensors.q[layer],
@@ -262,6 +274,7 @@ class VerifyStep:
                 visible=self.trees.visible,
                 sm_scale=sm_scale,
                 out_cache_loc=tensors.out_cache_loc,
+                starts=starts,
                 workspace=self.workspace,
                 partial=partial,
             )

@@ -37,6 +37,8 @@ class Variant:
         The only latent and rope columns; None where all are possible.
     codes : bool
         Whether the pool may hold codes of e4m3.
+    starts : bool
+        Whether its blocks read what `VerifyStarts` lays out.
     plan : mapping of str to int
         `-D` values of kernels_cu/verify_plan.cu that were found to be best for it.
     roomy : mapping of str to int
@@ -48,6 +50,7 @@ class Variant:
     threads: int
     columns: tuple[int, int] | None = None
     codes: bool = True
+    starts: bool = False
     plan: Mapping[str, int] = field(default_factory=dict)
     roomy: Mapping[str, int] = field(default_factory=dict)
 
@@ -72,6 +75,7 @@ VARIANTS: Mapping[VariantName, Variant] = {
         512,
         columns=(512, 64),
         codes=False,
+        starts=True,
         plan={
             "START_ROWS": 144,
             "LEAST_ROWS": 16,

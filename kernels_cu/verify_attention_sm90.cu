@@ -117,6 +117,7 @@ constexpr int PIECE = 8;  // elements of a 16-byte access
 constexpr int MAX_WORDS = 4;
 constexpr int MASK_WORDS = MAX_WORDS + 1;  // and a clear one
 constexpr int TOKENS = ROW_TILE / 8;       // most of a row tile
+constexpr int START_SLOTS = 64;            // of the first entry, in cta_slots
 
 constexpr int BLOCK_BYTES = TILE * ROW_BYTES;  // a chunk of a KV tile
 constexpr int TILE_BYTES = CHUNKS * BLOCK_BYTES;
@@ -212,6 +213,9 @@ struct Entry {
     int2 range;  // of the prefix
     int2 piece;  // slot, splits
 
+    __device__ __forceinline__ Entry(int2 own_tile, int2 own_range, int2 own_piece)
+        : tile(own_tile), range(own_range), piece(own_piece) {}
+
     __device__ __forceinline__ Entry(const Plan& plan, int number) {
         const int2* given = reinterpret_cast<const int2*>(plan.work + number * 6ll);
         tile = hopper::load_here(given);
@@ -226,6 +230,12 @@ struct Bounds {
     int end_index;
     int first_token;
     int end_token;
+
+    __device__ __forceinline__ Bounds(int2 indices, int2 tokens)
+        : first_index(indices.x),
+          end_index(indices.y),
+          first_token(tokens.x),
+          end_token(tokens.y) {}
 
     __device__ __forceinline__ Bounds(const Plan& plan, int request)
         : first_index(hopper::load_here(plan.kv_indptr + request)),
@@ -263,6 +273,33 @@ struct Item {
     }
 
     __device__ __forceinline__ int tiles() const { return (max(end - begin, 0) + TILE - 1) / TILE; }
+};
+
+// What a block does first, as verify_starts laid it out. It is read at once: one read after the other
+// would cost a short step as much as its rows.
+struct Start {
+    int4 share;  // first item, end, step, half
+    Entry entry;
+    Bounds bounds;
+
+    // Behind the kernel in front; then the next one may come. Not before: it reads the plan, too, which
+    // may just be made.
+    __device__ __forceinline__ static Start read(const int* cta_starts) {
+        hopper::wait_for_dependency();
+        hopper::launch_dependents();
+        const int4* from = reinterpret_cast<const int4*>(cta_starts) + blockIdx.x * 4;
+        const int4 share = hopper::load_here(from);
+        const int4 place = hopper::load_here(from + 1);
+        const int4 piece = hopper::load_here(from + 2);
+        const int4 tokens = hopper::load_here(from + 3);
+        return {share,
+                Entry(make_int2(place.x, place.y), make_int2(place.z, place.w),
+                      make_int2(piece.x, piece.y)),
+                Bounds(make_int2(piece.z, piece.w), make_int2(tokens.x, tokens.y))};
+    }
+
+    __device__ __forceinline__ bool is_idle() const { return share.x >= share.y; }
+    __device__ __forceinline__ Item item() const { return Item(entry, bounds); }
 };
 
 // What the end of an item needs to know of it. A warp leaves it in shared memory at the beginning:
@@ -392,25 +429,34 @@ __device__ __forceinline__ void copy_row(word64 address, unsigned to, int sub) {
     }
 }
 
-// A warp copies TILE / 4 rows of each tile, eight lanes a row; that many lanes look up one row each.
+// The row of a tile that a thread of the copy group looks up, if it does.
+__device__ __forceinline__ int looked_up(int thread) {
+    const int lane = thread % 32;
+    return thread / 32 * 4 + lane % 4 + lane / 4 * COPY_ROWS;
+}
+
+// A warp copies TILE / 4 rows of each tile, eight lanes a row; that many lanes look up one row each. In
+// the first tile of the first item they know its slot already, but for -1.
 __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item item,
                                            const QuerySource& queries, const KvRows& source,
-                                           Room room, int thread) {
+                                           long long first_slot, Room room, int thread) {
     const int lane = thread % 32;
     const int sub = thread % 8;
     const unsigned place = thread / 8 * ROW_BYTES + ((sub ^ (thread / 8 % 8)) << 4);
-    const int own_row = thread / 32 * 4 + lane % 4 + lane / 4 * COPY_ROWS;
+    const int own_row = looked_up(thread);
     Turn turn;
     int asked = 0;  // the parity to wait for
+    int position = lane < TILE / 4 ? item.begin + own_row : item.end;
+    Row row = {static_cast<KV_INDEX>(first_slot), first_slot};
+    if (first_slot < 0) {
+        row.look_up(source, item, position);
+    }
 #pragma unroll 1
     for (int number = share.x; number < share.y; number += share.z) {
-        if (number != share.x) {
-            item = Item::read(plan, number);
-        }
-        int position = lane < TILE / 4 ? item.begin + own_row : item.end;
-        Row row;
-        row.look_up(source, item, position);
         if (number != share.x) {  // the first queries are copied by others
+            item = Item::read(plan, number);
+            position = lane < TILE / 4 ? item.begin + own_row : item.end;
+            row.look_up(source, item, position);
             hopper::wait(room.barrier(ASKED), asked);
             asked ^= 1;
 #pragma unroll
@@ -864,7 +910,8 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 // @param visible            read    uint64 [tokens, words]  bit k of word w: sees token 64 w + k
 // @param words value int32  1 to 4
 // @param work read int32 [max_work, 6] align=8  request, row tile, begin, end, slot, splits
-// @param cta_work           read    int32 [num_ctas, 4] align=16  first item, end, step, share
+// @param cta_starts read int32 [num_ctas, 16] align=16  of verify_starts: what each block does first
+// @param cta_slots  read int64 [num_ctas, 64]           likewise; -1: not known
 // @param partial_out scratch int16 [slots, 64, LATENT] align=16  PARTIAL, normalised; order see above
 // @param partial_lse        scratch fp32 [slots, 64]        base 2
 // @param out write ELEMENT [tokens, HEADS, LATENT] stride=(out_stride, LATENT, 1) align=16
@@ -881,9 +928,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                          const bits16* __restrict__ draft_kv, long long draft_stride,
                          const long long* __restrict__ out_cache_loc, const QO_INDEX* qo_indptr,
                          const word64* __restrict__ visible, int words, const int* work,
-                         const int* __restrict__ cta_work, short* __restrict__ partial_out,
-                         float* __restrict__ partial_lse, bits16* __restrict__ out,
-                         long long out_stride, float* __restrict__ lse) {
+                         const int* cta_starts, const long long* cta_slots,
+                         short* __restrict__ partial_out, float* __restrict__ partial_lse,
+                         bits16* __restrict__ out, long long out_stride, float* __restrict__ lse) {
     DYNAMIC_SHARED(cursor);
     const unsigned start = hopper::shared_address(cursor);
     const Room room = {(start + 1023) & ~1023u};
@@ -906,38 +953,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::barrier_init_done();
     }
     __syncthreads();
-    hopper::wait_for_dependency();
-    hopper::launch_dependents();  // not before: they read the plan, too, which may just be made
-    const int4 share = hopper::load_here(reinterpret_cast<const int4*>(cta_work) + blockIdx.x);
     const Plan plan = {work, kv_indptr, qo_indptr};
-    // What a block needs first is read at once, if it can be guessed: one read after the other would
-    // cost a short step as much as its rows. With one request, the guesses are right.
-    const int number = static_cast<int>(blockIdx.x);
-    const Entry whole(plan, number);
-    const Entry half(plan, number / 2);
-    const Bounds zeroth(plan, 0);
-    if (share.x >= share.y) {
-        return;
-    }
-    const Entry entry = share.x == number       ? whole
-                        : share.x == number / 2 ? half
-                                                : Entry(plan, share.x);
-    const Item first(entry, entry.tile.x == 0 ? zeroth : Bounds(plan, entry.tile.x));
-
     const QuerySource queries = {q_latent,      q_rope,      q_stride,
                                  q_head_stride, rope_stride, rope_head_stride};
+    // Each group waits when it is where its work is: the way there takes time, too.
     if (group == 0) {
         hopper::give_registers<COPY_REGISTERS>();
         const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
                                draft_kv, draft_stride, out_cache_loc};
-        copy_items(plan, share, first, queries, source, room, thread);
+        const Start begun = Start::read(cta_starts);
+        const long long slot = hopper::load_here(cta_slots + blockIdx.x * START_SLOTS +
+                                                 looked_up(thread) % START_SLOTS);
+        if (begun.is_idle()) {
+            return;
+        }
+        copy_items(plan, begun.share, begun.item(), queries, source, slot, room, thread);
     } else if (group == 1) {
         hopper::take_registers<SCORE_REGISTERS>();
-        score_items(plan, share, first, sm_scale * LOG2_E, visible, words, room, masks, partial_lse,
-                    lse, thread);
+        const Start begun = Start::read(cta_starts);
+        if (begun.is_idle()) {
+            return;
+        }
+        score_items(plan, begun.share, begun.item(), sm_scale * LOG2_E, visible, words, room, masks,
+                    partial_lse, lse, thread);
     } else {
         hopper::take_registers<VALUE_REGISTERS>();
         const int part = group - 2;
+        const Start begun = Start::read(cta_starts);
+        if (begun.is_idle()) {
+            return;
+        }
+        const int4 share = begun.share;
+        const Item first = begun.item();
         if (part == 1) {
             // It has nothing else to do yet, and KV rows need not wait.
             copy_queries(queries, first, room.tile(0), room.base + QUERIES_AT, thread);

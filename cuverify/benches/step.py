@@ -32,7 +32,7 @@ REPEATS = 30
 GROUPS = {
     "attention": ("verify_partials", "verify_combine"),
     "tree build": ("tree_build",),
-    "plan": ("verify_plan",),
+    "plan": ("verify_plan", "verify_starts"),
     "argmax": ("argmax",),
     "accept": ("accept",),
 }

@@ -341,7 +341,7 @@ def _ours(problem: Problem, timed: Time) -> Iterator[dict[str, Any]]:
         PLAN,
         {**facts(problem.shape), "layers": LAYERS},
         check=own.judge_plan,
-        timing=lambda: time_copies([own.plan], ALONE_REPEATS),
+        timing=lambda: time_copies([own.make_plan], ALONE_REPEATS),
     )
     if row["us"] is not None:
         row["shape"]["us_a_layer"] = row["us"] / LAYERS

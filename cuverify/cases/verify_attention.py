@@ -74,6 +74,7 @@ class VerifyAttentionStep(ListedStep):
     ) -> None:
         from cuverify.ops.verify_attention import VerifyAttention
         from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+        from cuverify.ops.verify_starts import VerifyStarts
 
         batch, size = sized.batch, sized.capacity
         heads, latent, width = batch.heads, batch.latent, batch.width
@@ -111,6 +112,7 @@ class VerifyAttentionStep(ListedStep):
             values=plan_values,
             **self.lists,
         )
+        self.starts = VerifyStarts(self.plan, out_cache_loc=drafts.get("out_cache_loc"))
         self.attend = VerifyAttention(
             self.q,
             self.pool,
@@ -120,6 +122,7 @@ class VerifyAttentionStep(ListedStep):
             visible=self.visible,
             sm_scale=batch.sm_scale,
             kv_scale=1.0 if batch.kv_scale is None else batch.kv_scale,
+            starts=self.starts,
             variant=variant,
             values=values,
             **drafts,
@@ -148,8 +151,9 @@ class VerifyAttentionStep(ListedStep):
             write(self.draft_kv, arrays["draft_kv"])
 
     def __call__(self) -> None:
-        """Plan the step and attend."""
+        """Plan the step, lay out what blocks read first, and attend."""
         self.plan()
+        self.starts()
         self.attend()
 
     def poison(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cuverify.kernel import Kernel
 
 _POISON = -0x5A5A5A5B
-_HOST_CTAS = 6
+HOST_CTAS = 6
 _MAX_TREE = 256
 # what the index list holds where no prefix is: left as it is
 _UNLISTED = -77
@@ -293,7 +293,7 @@ class VerifyPlanCase:
 
     def step(self, batch: PlanBatch, xp: Target) -> VerifyPlanStep:
         """Return a step whose buffers have the batch's capacity."""
-        return VerifyPlanStep(batch, xp, num_ctas=_HOST_CTAS if xp == "numpy" else None)
+        return VerifyPlanStep(batch, xp, num_ctas=HOST_CTAS if xp == "numpy" else None)
 
 
 CASE = VerifyPlanCase()

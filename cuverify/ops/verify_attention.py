@@ -39,6 +39,7 @@ from cuverify.launching import (
 )
 from cuverify.narrow import Narrow
 from cuverify.ops.verify_plan import ROW_TILE, VerifyPlan, max_row_tiles, plan_workspace
+from cuverify.ops.verify_starts import VerifyStarts
 from cuverify.sources import KernelSource, Value
 from cuverify.tuning import choice_for, choices_of
 from cuverify.verify_variants import RANK_HEADS, VARIANTS, VariantName, choose_variant, variants_for
@@ -156,6 +157,11 @@ class VerifyAttention:
     kv_scale : float
         What a code of 1 in the pool means; positive. It does not concern `draft_kv`. 1 where the
         pool holds no codes.
+    starts : VerifyStarts, optional
+        What the plan's blocks read first, laid out once a step for all layers; with this
+        `out_cache_loc`, if with any. The text for Hopper GPUs needs it: where it is absent, the
+        layer has one of its own and lays it out at every call, which is a launch more. The portable
+        text does not read it.
     workspace : AttentionWorkspace, optional
         The caller's buffers; of the layer's own if absent.
     combine_ctas : int, optional
@@ -218,6 +224,7 @@ class VerifyAttention:
         out_cache_loc: Any = None,
         draft_kv: Any = None,
         kv_scale: float = 1.0,
+        starts: VerifyStarts | None = None,
         workspace: AttentionWorkspace | None = None,
         combine_ctas: int | None = None,
         partial: PartialType | None = None,
@@ -279,6 +286,9 @@ class VerifyAttention:
             tensor_of("plan.kv_indices", plan.kv_indices),
             tensor_of("plan.qo_indptr", plan.qo_indptr),
         ]  # fmt: skip
+        if starts is not None:
+            _check_starts(starts, plan, None if out_cache_loc is None else inputs[-1])
+            planned[:0] = _first(starts)
         written = [*outputs.values(), *held.values()]
         device = device_of([*written, *inputs, *planned])
         for tensor in (*inputs, *outputs.values()):
@@ -288,6 +298,7 @@ class VerifyAttention:
 
         self.plan = plan
         self.workspace = workspace
+        self._starts: VerifyStarts | None = None
         self.tokens, self.heads, self.latent, self.rope = tokens, heads, latent, rope
         self.element, self.pool = element, kind
         self.partial = partial_type(partial, kv_scale)
@@ -312,6 +323,11 @@ class VerifyAttention:
         strides = [stride for tensor in queries for stride in tensor.strides[:2]]
         out_stride = outputs["out"].strides[0]
         buffers = plan.workspace
+        first = [buffers.cta_work]
+        if VARIANTS[self.variant].starts:
+            if starts is None:
+                starts = self._starts = VerifyStarts(plan, out_cache_loc=out_cache_loc)
+            first = [tensor.owner[: plan.num_ctas] for tensor in _first(starts)]
         self.partials = partials.bind(
             plan.num_ctas, VARIANTS[self.variant].threads,
             queries[0].owner, queries[1].owner, *strides, float(sm_scale),
@@ -319,7 +335,7 @@ class VerifyAttention:
             plan.kv_indptr, plan.kv_indices,
             None if draft is None else draft.owner, 0 if draft is None else draft.strides[0],
             out_cache_loc, plan.qo_indptr, visible, inputs[3].shape[1],
-            buffers.work, buffers.cta_work, workspace.partial_out, workspace.partial_lse,
+            buffers.work, *first, workspace.partial_out, workspace.partial_lse,
             out, out_stride, lse,
         )  # fmt: skip
         self.combine = combine.bind(
@@ -330,7 +346,9 @@ class VerifyAttention:
         )  # fmt: skip
 
     def __call__(self) -> None:
-        """Attend: two launches on torch's current stream, after the plan's."""
+        """Attend: two launches on torch's current stream, after the plan's; one more for starts."""
+        if self._starts is not None:
+            self._starts()
         self.partials()
         self.combine()
 
@@ -402,6 +420,21 @@ def _kernels(
     source = KernelSource.from_package(text.stem, values=dict(values))
     partials, combine = text.kernels
     return Kernel(source, partials), Kernel(source, combine)
+
+
+def _first(starts: VerifyStarts) -> list[Tensor]:
+    held = vars(starts.workspace)
+    return [tensor_of(f"starts.workspace.{name}", held[name]) for name in held]
+
+
+def _check_starts(starts: VerifyStarts, plan: VerifyPlan, out_cache_loc: Tensor | None) -> None:
+    if starts.plan is not plan:
+        raise ArgumentError("starts", starts, "is of another plan")
+    if starts.out_cache_loc is None:
+        return
+    known = tensor_of("starts.out_cache_loc", starts.out_cache_loc)
+    if out_cache_loc is not None and known.address != out_cache_loc.address:
+        raise wrong(out_cache_loc, "is another one than that of starts")
 
 
 def _element(out: Tensor) -> Element:

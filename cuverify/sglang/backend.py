@@ -11,7 +11,7 @@ from cuverify.errors import ArgumentError
 from cuverify.launching import capability
 from cuverify.narrow import Narrow
 from cuverify.sglang.contract import ForwardBatch, ForwardMode, Layer, ModelRunner, VerifyMask
-from cuverify.verify_variants import VariantName, choose_variant
+from cuverify.verify_variants import VARIANTS, VariantName, choose_variant
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cuverify.launching import PartialType
     from cuverify.ops.verify_attention import Element
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
+    from cuverify.ops.verify_starts import VerifyStarts
 
 _WORD = 64
 
@@ -36,6 +37,8 @@ class Metadata:
         Its rows have columns for the prefix in front.
     seq_lens, req_pool_indices, qo_indptr, kv_indices, visible : tensor
     plan : VerifyPlan
+    starts : VerifyStarts or None
+        Where the text reads them.
     workspace : AttentionWorkspace, or GqaWorkspace
     """
 
@@ -49,6 +52,7 @@ class Metadata:
     kv_indices: torch.Tensor
     visible: torch.Tensor
     plan: VerifyPlan
+    starts: VerifyStarts | None
     workspace: Any
 
 
@@ -211,6 +215,7 @@ class VerifyBackend:
             sm_scale=layer.scaling,
             out_cache_loc=forward_batch.out_cache_loc,
             workspace=metadata.workspace,
+            **({} if metadata.starts is None else {"starts": metadata.starts}),
         )
         return out
 
@@ -231,6 +236,15 @@ class VerifyBackend:
         from cuverify.ops.verify_plan import VerifyPlan
 
         return VerifyPlan(seq_lens, qo_indptr, heads=self.heads, variant=self.text, **more)
+
+    def make_starts(self, plan: VerifyPlan) -> VerifyStarts | None:
+        """Return what lays out what blocks read first, if the text reads it.
+
+        Where drafts lie is not known when a step is planned: layers look that up.
+        """
+        from cuverify.ops.verify_starts import VerifyStarts
+
+        return VerifyStarts(plan) if VARIANTS[self.text].starts else None
 
     def make_workspace(self, like: torch.Tensor, plan: VerifyPlan) -> Any:
         """Return the attention's workspace for a plan."""
@@ -290,12 +304,15 @@ class VerifyBackend:
             kv_indices=tables.kv_indices,
             visible=tables.visible[: bs * n],
             plan=tables.plan(bs),
+            starts=tables.starts(bs),
             workspace=tables.attention_workspace,
         )
 
     def _plan(self, metadata: Metadata) -> None:
         metadata.visible.copy_(self._visible(metadata))
         metadata.plan()
+        if metadata.starts is not None:
+            metadata.starts()
 
     def _visible(self, metadata: Metadata) -> torch.Tensor:
         """Return who sees whom as words: int64, shape (B n, W), from the trees' mask."""
@@ -327,6 +344,7 @@ class _Tables:
         n, device = backend.draft_tokens, backend.device
         self._backend = backend
         self._plans: dict[int, VerifyPlan] = {}
+        self._starts: dict[int, VerifyStarts | None] = {}
 
         def zeros(length: int, dtype: Any = torch.int64) -> Any:
             return torch.zeros(length, dtype=dtype, device=device)
@@ -361,3 +379,9 @@ class _Tables:
                 req_pool_indices=self.req_pool_indices[:bs],
             )
         return self._plans[bs]
+
+    def starts(self, bs: int) -> VerifyStarts | None:
+        """Return the starts of the plan of a batch size."""
+        if bs not in self._starts:
+            self._starts[bs] = self._backend.make_starts(self.plan(bs))
+        return self._starts[bs]

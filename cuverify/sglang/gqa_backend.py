@@ -38,6 +38,9 @@ class GqaVerifyBackend(VerifyBackend):
             seq_lens, qo_indptr, group=self.heads // self.kv_heads, kv_heads=self.kv_heads, **more
         )
 
+    def make_starts(self, plan: VerifyPlan) -> None:
+        """Return nothing: the text does not read starts."""
+
     def make_workspace(self, like: Any, plan: VerifyPlan) -> Any:
         """Return the attention's workspace for a plan."""
         from cuverify.ops.verify_gqa import GqaWorkspace
