@@ -73,7 +73,7 @@ class EagerDtypes(VerifyBackend):
             req_to_token=self.req_to_token,
             req_pool_indices=metadata.req_pool_indices,
         )
-        return replace(metadata, plan=plan)
+        return replace(metadata, plan=plan, starts=self.make_starts(plan, tables.starts_workspace))
 
 
 class HostSplitCount(VerifyBackend):
@@ -96,6 +96,8 @@ class HostSplitCount(VerifyBackend):
             metadata.bs,
             metadata.kv_indices,
         )
+        if metadata.starts is not None:
+            metadata.starts()  # of the list as it is now
         return super().forward_extend(q, k, v, layer, forward_batch)
 
 

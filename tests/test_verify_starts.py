@@ -205,7 +205,7 @@ def test_layers_attend_the_same_by_starts_of_their_own(located: bool, drafts: st
     plan = VerifyPlan(
         torch.tensor(lens, dtype=torch.int32, device="cuda"),
         torch.arange(0, tokens + 1, tree, dtype=torch.int32, device="cuda"),
-        heads=8, max_tokens=tokens, kv_indices=order[: sum(lens)].int(),
+        heads=8, max_tokens=tokens, max_tree_tokens=tree, kv_indices=order[: sum(lens)].int(),
     )  # fmt: skip
     loc = order[sum(lens) :].contiguous()
     starts = VerifyStarts(plan, out_cache_loc=loc if located else None)

@@ -47,6 +47,7 @@ def run(device: str) -> list[dict[str, Any]]:
             for step in steps:
                 step.plan()
                 step.plan.read_status()
+                step.starts()
             expected = steps[0].expected()
 
             def check(steps: Any = steps, expected: Any = expected) -> str | None:

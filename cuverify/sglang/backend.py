@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cuverify.launching import PartialType
     from cuverify.ops.verify_attention import Element
     from cuverify.ops.verify_plan import PlanWorkspace, VerifyPlan
-    from cuverify.ops.verify_starts import VerifyStarts
+    from cuverify.ops.verify_starts import StartsWorkspace, VerifyStarts
 
 _WORD = 64
 
@@ -237,14 +237,16 @@ class VerifyBackend:
 
         return VerifyPlan(seq_lens, qo_indptr, heads=self.heads, variant=self.text, **more)
 
-    def make_starts(self, plan: VerifyPlan) -> VerifyStarts | None:
+    def make_starts(
+        self, plan: VerifyPlan, workspace: StartsWorkspace | None = None
+    ) -> VerifyStarts | None:
         """Return what lays out what blocks read first, if the text reads it.
 
         Where drafts lie is not known when a step is planned: layers look that up.
         """
         from cuverify.ops.verify_starts import VerifyStarts
 
-        return VerifyStarts(plan) if VARIANTS[self.text].starts else None
+        return VerifyStarts(plan, workspace=workspace) if VARIANTS[self.text].starts else None
 
     def make_workspace(self, like: torch.Tensor, plan: VerifyPlan) -> Any:
         """Return the attention's workspace for a plan."""
@@ -361,6 +363,9 @@ class _Tables:
         self.plan_workspace: PlanWorkspace | None = None
         largest = self.plan(max_bs)
         self.plan_workspace = largest.workspace
+        self.starts_workspace: StartsWorkspace | None = None
+        first = self.starts(max_bs)
+        self.starts_workspace = None if first is None else first.workspace
         self.attention_workspace = backend.make_workspace(self.seq_lens, largest)
 
     def plan(self, bs: int) -> VerifyPlan:
@@ -381,7 +386,8 @@ class _Tables:
         return self._plans[bs]
 
     def starts(self, bs: int) -> VerifyStarts | None:
-        """Return the starts of the plan of a batch size."""
+        """Return the starts of the plan of a batch size; all write the same buffers, too."""
         if bs not in self._starts:
-            self._starts[bs] = self._backend.make_starts(self.plan(bs))
+            plan = self.plan(bs)
+            self._starts[bs] = self._backend.make_starts(plan, self.starts_workspace)
         return self._starts[bs]

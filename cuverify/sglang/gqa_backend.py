@@ -38,7 +38,7 @@ class GqaVerifyBackend(VerifyBackend):
             seq_lens, qo_indptr, group=self.heads // self.kv_heads, kv_heads=self.kv_heads, **more
         )
 
-    def make_starts(self, plan: VerifyPlan) -> None:
+    def make_starts(self, plan: VerifyPlan, workspace: Any = None) -> None:
         """Return nothing: the text does not read starts."""
 
     def make_workspace(self, like: Any, plan: VerifyPlan) -> Any:
