@@ -26,7 +26,8 @@
 //       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
 // Where blocks are left over, of which each takes `each` row tiles of a range, the last team takes
 // Q / each - START_ROWS, so that Q = ceil((whole axis + START_ROWS) x each / (M x each + 1)) suffices,
-// if it is more than 8 GRAIN and at least 2 x each x START_ROWS.
+// if it is more than 8 GRAIN and at least 2 x each x START_ROWS, and if bundles are cut without them,
+// too: where none is, a merge costs more than they give.
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
@@ -194,6 +195,7 @@ struct Bundle {
     }
 
     __device__ int cuts() const { return last_cut - first_cut + 1; }
+    __device__ bool is_cut_at(int cut) const { return first_cut <= cut && cut <= last_cut; }
     // The KV row of a cut that is kept; the end of the prefix behind the last one.
     __device__ int row(int cut, long long quota) const {
         return cut > last_cut ? prefix : static_cast<int>((cut * quota - first_row) / TILE * TILE);
@@ -532,17 +534,29 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         }
     }
     const int spare = blocks == 1 ? num_ctas - all_teams * width : 0;
+    __syncthreads();
+    const auto bundle_at = [&](long long at) {  // in front of the axis's end
+        const int b = find(batch, at, [&](int i) { return requests[i].start; });
+        return make_int2(b, quotient(at - requests[b].start, requests[b].cost()));
+    };
     if (spare > 0) {
+        bool any = false;
+#pragma unroll 1
+        for (int cut = thread; cut < teams && cut * share < axis; cut += PLAN_THREADS) {
+            const int2 found = bundle_at(cut * share);
+            any |= Bundle(requests[found.x], found.y, share).is_cut_at(cut);
+        }
         const int each = (width + spare - 1) / spare;
         const int parts = all_teams * each + 1;
         long long less = long_quotient((axis + START_ROWS) * each + parts - 1, parts);
         less = (less + TILE - 1) / TILE * TILE;
-        if (less < share && less > 8 * GRAIN && less >= max(root, 2ll * each * START_ROWS)) {
+        const bool fits =
+            less < share && less > 8 * GRAIN && less >= max(root, 2ll * each * START_ROWS);
+        if (__syncthreads_or(any) && fits) {
             share = less;
             teams = all_teams + 1;
         }
     }
-    __syncthreads();
 
     // The cuts that are kept.
     unsigned counted = 0;
@@ -555,14 +569,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             int bundle = -1;
             int beginning = bundles;
             if (at < axis) {
-                const int b = find(batch, at, [&](int i) { return requests[i].start; });
-                const Request request = requests[b];
-                const int number = quotient(at - request.start, request.cost());
-                const Bundle own(request, number, share);
+                const int2 found = bundle_at(at);
+                const Bundle own(requests[found.x], found.y, share);
                 // earlier bundles end in front of this team's share, later ones begin in it
-                beginning = ordinals[b] + number + (own.team < cut ? 1 : 0);
-                if (own.first_cut <= cut && cut <= own.last_cut) {
-                    bundle = ordinals[b] + number;
+                beginning = ordinals[found.x] + found.y + (own.team < cut ? 1 : 0);
+                if (own.is_cut_at(cut)) {
+                    bundle = ordinals[found.x] + found.y;
                     here = cut == own.first_cut ? 1u << 16 | 1u : 1u;
                 }
             }

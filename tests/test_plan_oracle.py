@@ -151,6 +151,13 @@ def test_blocks_that_are_left_over_take_no_more_than_others(
     assert most[132] < most[132 - 132 % width]
 
 
+@pytest.mark.parametrize("length", [1024, 4096, 16_384])
+def test_blocks_are_left_over_where_nobody_is_cut_without_them(length: int) -> None:
+    plan = plan_of([length] * 16, [64] * 16, num_ctas=132)  # 16 teams of eight blocks, and four
+    assert (plan.combine_tiles == -1).all()
+    assert (plan.cta_work[128:, 1] == 0).all()
+
+
 def test_a_short_prefix_is_left_whole() -> None:
     for length in (0, 1, 15, 31):
         plan = plan_of([length], [8], num_ctas=8)

@@ -192,6 +192,7 @@ WRITTEN = [
     ("six blocks are left over for nine", [30_000], [65], {"num_ctas": 132}),
     ("two blocks are left over for five", [65_536], [33], {"num_ctas": 132}),
     ("thirteen for seventeen", [65_536, 20_000], [129, 136], {"num_ctas": 132}),
+    ("left over, and nobody is cut without them", [1024] * 16, [64] * 16, {"num_ctas": 132}),
     ("left over, and many requests", [9000, 30_000, 12_345, 800] * 4, [33] * 16, {"num_ctas": 132}),
     ("all of them long", [200_000] * 64, [64] * 64, {"num_ctas": 132, "heads": 16}),
 ]  # fmt: skip

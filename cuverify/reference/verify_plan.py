@@ -153,7 +153,9 @@ def verify_plan(
         lens, trees, heads, width, num_ctas // width, start_rows, least_rows, root_halves,
         halves_rows, grain,
     )  # fmt: skip
-    spare = 0 if halves else num_ctas % width
+    pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
+    cut = any(piece.pieces > 1 for piece in pieces)
+    spare = num_ctas % width if cut and not halves else 0
     if spare:
         each = -(-width // spare)
         bundles = _bundles(trees, heads, width)
@@ -164,9 +166,9 @@ def verify_plan(
         root = -(-root_halves * math.isqrt(longest) // 2)
         if 8 * grain < less < quota and less >= max(root, 2 * each * start_rows):
             teams, quota = teams + 1, less
+            pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
         else:
             spare = 0
-    pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
     return _written(
         pieces, lens, qo_indptr, width, teams, spare, halves, num_ctas, max_work, status
     )

@@ -13,6 +13,8 @@
 // A block mostly begins when attention has ended, so that all instructions here count.
 #pragma once
 
+#include "vector.cuh"
+
 namespace merge {
 
 constexpr unsigned ALL = 0xffffffffu;
@@ -140,8 +142,9 @@ struct Turns {
         const int tile = first + lane;
         own = {0, 0, 0, 0, 0};
         if (tile < count) {
-            const int4 words = reinterpret_cast<const int4*>(tiles)[tile];
-            own = {indptr[tile], indptr[tile + 1], words.y, words.z, words.w};
+            const uint4 words = load128(tiles + 4 * tile);
+            own = {indptr[tile], indptr[tile + 1], static_cast<int>(words.y),
+                   static_cast<int>(words.z), static_cast<int>(words.w)};
         }
         const int splits = own.end - own.begin;
         const int units = units_of(own);
