@@ -253,8 +253,7 @@ class VerifyStep:
         if draft_logits is not None:
             topk = DraftTopk(draft_logits, tensors.logprobs, tensors.token_ids)
             self.stages.append(("draft top-k", topk))
-        self.stages += [("tree build", build), ("plan", self.plan)]
-        starts = None
+        self.starts: VerifyStarts | None = None
         variant = choose_variant(
             capability(tensor_of("kv", tensors.kv).device),
             latent=sizes.latent,
@@ -262,8 +261,8 @@ class VerifyStep:
             sm_scale=sm_scale,
         )
         if VARIANTS[variant].starts:
-            starts = VerifyStarts(self.plan, out_cache_loc=tensors.out_cache_loc)
-            self.stages.append(("plan", starts))
+            self.starts = VerifyStarts(self.plan, out_cache_loc=tensors.out_cache_loc)
+        self.stages += [("tree build", build), ("plan", self.make_plan)]
         for layer in range(sizes.layers):
             attend = VerifyAttention(
                 tensors.q[layer],
@@ -274,7 +273,7 @@ class VerifyStep:
                 visible=self.trees.visible,
                 sm_scale=sm_scale,
                 out_cache_loc=tensors.out_cache_loc,
-                starts=starts,
+                starts=self.starts,
                 workspace=self.workspace,
                 partial=partial,
             )
@@ -314,6 +313,12 @@ class VerifyStep:
         for name, call in self.stages:
             with stage(name):
                 call()
+
+    def make_plan(self) -> None:
+        """Do what all layers share: plan, gather the index list, lay out what blocks read first."""
+        self.plan()
+        if self.starts is not None:
+            self.starts()
 
     def read_status(self) -> None:
         """Raise if a stage of the last call met malformed input. Waits for the device.

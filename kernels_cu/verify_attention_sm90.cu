@@ -877,7 +877,7 @@ __device__ __forceinline__ void value_items(const Plan& plan, int4 share, const 
 
 // Computes every item of the plan.
 //
-// Launch: num_ctas blocks, as many as the plan was made for; block c takes the items cta_work[c]
+// Launch: num_ctas blocks, as many as the plan was made for; block c takes the items its start
 // names. Request, row tile, range, slot and count of an item are the plan's word and not judged
 // again. Rows of `out` and `lse` that belong to row tiles in one piece are written, and all rows of
 // the partial slots that belong to a query; `lse` is -inf and `out` 0 where nothing is seen.
@@ -1308,10 +1308,11 @@ __device__ __forceinline__ void merge_units(const Arriving& arriving, const Plac
 // Merges the pieces of the row tiles that were cut and writes their rows of `out` and `lse`.
 //
 // Launch: any number of blocks of COMBINE_THREADS threads; the grid need not know the plan. 32 pieces
-// of 16 bytes are a unit, of which a row tile has 128; see merge.cuh. With 15 splits in flight a block
-// takes more than half of a multiprocessor's shared memory, so that no two share one while others
-// stand idle. It may be launched before verify_partials_sm90 has ended, and waits before it reads
-// what that kernel writes; blocks that have nothing to merge do not wait, but for the first one.
+// of 16 bytes are a unit, of which a row tile has 32, 64 or 128, by its query rows; see merge.cuh. With
+// 15 splits in flight a block takes more than half of a multiprocessor's shared memory, so that no two
+// share one while others stand idle. It may be launched before verify_partials_sm90 has ended, and
+// waits before it reads what that kernel writes; blocks that have nothing to merge do not wait, but
+// for the first one.
 //
 // @kernel verify_combine_sm90
 // @arch sm_90a

@@ -26,8 +26,8 @@
 //       to a multiple of 16, or of GRAIN where it is at most 8 GRAIN, with `longest` the largest prefix and tree together
 // Where blocks are left over, of which each takes `each` row tiles of a range, the last team takes
 // Q / each - START_ROWS, so that Q = ceil((whole axis + START_ROWS) x each / (M x each + 1)) suffices,
-// if it is more than 8 GRAIN and at least 2 x each x START_ROWS, and if bundles are cut without them,
-// too: where none is, a merge costs more than they give.
+// if that is less than before, more than 8 GRAIN, no less than the other two bounds and 2 x each x
+// START_ROWS, and if bundles are cut without them, too: where none is, a merge costs more than they give.
 // The second bound keeps one short request from being cut into crumbs: merging them would cost
 // more. A cut at c inside a bundle falls on KV row floor((c - START_ROWS) / 16) x 16. It is dropped
 // unless it leaves LEAST_ROWS rows on both sides, and a part of the prefix behind it. A piece
@@ -551,7 +551,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         long long less = long_quotient((axis + START_ROWS) * each + parts - 1, parts);
         less = (less + TILE - 1) / TILE * TILE;
         const bool fits =
-            less < share && less > 8 * GRAIN && less >= max(root, 2ll * each * START_ROWS);
+            less < share && less > 8 * GRAIN &&
+            less >= max(max(root, static_cast<long long>(LEAST_ROWS)), 2ll * each * START_ROWS);
         if (__syncthreads_or(any) && fits) {
             share = less;
             teams = all_teams + 1;

@@ -256,6 +256,7 @@ def assign(at: Any, value: Any) -> Any:
         ("cta_work", assign((1, 0), 0), "entry 0 is run 2 times"),
         ("cta_work", assign((-1, 1), 6), "entry 5 is run, there are 5"),
         ("cta_work", assign((0, 2), 0), "the step of block 0 is 0"),
+        ("cta_work", assign((slice(1, 4), 2), 2), "the step of block 1 is 2, of its team's 1"),
     ],
 )
 def test_the_judge_sees_every_fault(name: str, change: Any, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ from cuverify.cases import Target
 from cuverify.cases.verify_plan import PlanBatch
 from cuverify.cases.verify_starts import CASE, StartsBatch, VerifyStartsStep
 from cuverify.compile import ARCHITECTURES
-from cuverify.errors import ArgumentError, CaseError
+from cuverify.errors import ArgumentError, CaseError, CheckerError
+from cuverify.kernel import Kernel
 from cuverify.kv_layout import KvLayout
+from cuverify.ops import verify_starts as verify_starts_op
 from cuverify.ops.verify_attention import VerifyAttention
 from cuverify.ops.verify_plan import VerifyPlan
 from cuverify.ops.verify_starts import StartsWorkspace, VerifyStarts, verify_starts_kernel
@@ -129,6 +132,52 @@ def test_cases_have_steps_of_both_kinds() -> None:
     assert {located for group in groups.values() for located in group} == {True, False}
 
 
+# --- planted bugs --------------------------------------------------------------------------------
+
+PLANTED = [
+    ("busy && position < min(end, prefix)", "busy && position < prefix"),
+    ("const bool busy = number < share[1];", "const bool busy = true;"),
+    ("busy && end == prefix && node", "busy && node"),
+    ("node < end_token - first_token", "node < end_token"),
+    (" &&\n               out_cache_loc != nullptr", ""),
+    ("out_cache_loc[first_token + node]", "out_cache_loc[node]"),
+    ("kv_indices[first_index + position]", "kv_indices[position]"),
+    ("const int position = begin + thread;", "const int position = thread;"),
+    ("word = entry[thread - 4];", "word = entry[thread - 5];"),
+    ("thread == 10 + i ? bounds[i] : word", "thread == 9 + i ? bounds[i] : word"),
+    ("busy && thread < 10", "thread < 10"),
+    ("thread < WORDS", "thread < WORDS - 2"),
+]
+
+
+def check_some() -> None:
+    for lens, tree, located, num_ctas in (
+        ([70, 0, 40], 17, True, 6),
+        ([700], 33, False, 40),
+        ([300, 64, 500, 90], 33, True, 20),
+        ([200], 8, True, 40),  # short pieces, and blocks without one
+    ):
+        with cuverify.checked():
+            check(batch_of(lens, tree, located=located), num_ctas=num_ctas)
+
+
+def test_steps_that_catch_bugs_are_right_without_one() -> None:
+    check_some()
+
+
+@pytest.mark.parametrize(("old", "new"), PLANTED)
+def test_planted_bugs_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = verify_starts_kernel().source.text
+    assert text.count(old) == 1
+
+    def broken(**values: int | str) -> Kernel:
+        return cuverify.load_kernel(text.replace(old, new), kernel="verify_starts", **values)
+
+    monkeypatch.setattr(verify_starts_op, "verify_starts_kernel", broken)
+    with pytest.raises((AssertionError, CheckerError)):
+        check_some()
+
+
 # --- what does not fit ---------------------------------------------------------------------------
 
 
@@ -159,6 +208,14 @@ def test_what_starts_refuse() -> None:
     within = StartsWorkspace(shared.view(np.int32)[:, :16].copy(), shared)
     VerifyStarts(plan, workspace=within)
     slots = np.zeros(plan.num_ctas * 64, np.int64)
+    owned = plan.workspace
+    flat = np.zeros(owned.cta_work.size + plan.num_ctas * 16, np.int32)
+    merged = replace(owned, combine_tiles=flat[: owned.combine_tiles.size].reshape(-1, 4))
+    with pytest.raises(ArgumentError, match="cta_starts=.*shares memory with plan.combine_tiles"):
+        VerifyStarts(
+            plan_of(workspace=merged),
+            workspace=StartsWorkspace(flat[: plan.num_ctas * 16].reshape(-1, 16), within.cta_slots),
+        )
     with pytest.raises(ArgumentError, match="cta_slots=.*shares memory with out_cache_loc"):
         VerifyStarts(
             plan, out_cache_loc=slots[:8],

@@ -176,6 +176,8 @@ class _Timed:
                     tensors.req_to_token, tensors.req_pool_indices, tensors.seq_lens
                 )
                 tensors.kv_indices[: len(listed)].copy_(listed)
+                if step.starts is not None:
+                    step.starts()
                 call()
             elif name == "argmax":
                 call()
@@ -196,7 +198,7 @@ def _step(requests: int, length: int, nodes: int) -> Iterator[dict[str, Any]]:
     row = 2 * (step.sizes.latent + step.sizes.rope)
     read = LAYERS * requests * length * row
     logits = step.tensors.logits.numel() * 2
-    stages = dict(step.drawn.step.stages)
+    stages = dict(step.drawn.step.stages)  # of layers and of the model the last one
 
     def line(
         op: str, timing: Callable[[], Timing], *, moved: int | None = None,

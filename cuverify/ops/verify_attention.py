@@ -187,7 +187,7 @@ class VerifyAttention:
     partial : {"fp16", "bf16"}
         Of the partials.
     partials, combine : BoundLaunch
-        The two launches of a call.
+        The two launches of a call, behind that of starts where they are the layer's own.
     heads, latent, rope, tokens : int
 
     Raises
@@ -429,12 +429,12 @@ def _first(starts: VerifyStarts) -> list[Tensor]:
 
 def _check_starts(starts: VerifyStarts, plan: VerifyPlan, out_cache_loc: Tensor | None) -> None:
     if starts.plan is not plan:
-        raise ArgumentError("starts", starts, "is of another plan")
+        raise ArgumentError("starts", starts, "is of another plan; wants VerifyStarts(plan)")
     if starts.out_cache_loc is None:
         return
     known = tensor_of("starts.out_cache_loc", starts.out_cache_loc)
     if out_cache_loc is not None and known.address != out_cache_loc.address:
-        raise wrong(out_cache_loc, "is another one than that of starts")
+        raise wrong(out_cache_loc, "is another one than that of starts; wants the same tensor")
 
 
 def _element(out: Tensor) -> Element:

@@ -105,13 +105,12 @@ class VerifyStarts:
     ) -> None:
         if plan.kv_indices is None:
             raise ArgumentError("plan", plan, "has no kv_indices: give them to VerifyPlan")
-        planned = {
-            "work": plan.workspace.work,
-            "cta_work": plan.workspace.cta_work,
+        lists = {
             "kv_indptr": plan.kv_indptr,
             "kv_indices": plan.kv_indices,
             "qo_indptr": plan.qo_indptr,
         }
+        planned = {**vars(plan.workspace), **lists}  # of which some are layers' inputs
         inputs = [tensor_of(f"plan.{name}", value) for name, value in planned.items()]
         if out_cache_loc is not None:
             given = tensor_of("out_cache_loc", out_cache_loc)
@@ -135,7 +134,8 @@ class VerifyStarts:
         self.out_cache_loc = out_cache_loc
         self.workspace = workspace
         kernel = verify_starts_kernel(
-            KV_INDEX=index_ctype(inputs[3]), QO_INDEX=index_ctype(inputs[4])
+            KV_INDEX=index_ctype(tensor_of("plan.kv_indices", plan.kv_indices)),
+            QO_INDEX=index_ctype(tensor_of("plan.qo_indptr", plan.qo_indptr)),
         )
         self.launch = kernel.bind(
             plan.num_ctas, START_ROWS,

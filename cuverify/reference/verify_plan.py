@@ -164,7 +164,7 @@ def verify_plan(
         less += -less % TILE
         longest = max(length + tree for length, tree in zip(lens, trees, strict=True))
         root = -(-root_halves * math.isqrt(longest) // 2)
-        if 8 * grain < less < quota and less >= max(root, 2 * each * start_rows):
+        if 8 * grain < less < quota and less >= max(root, least_rows, 2 * each * start_rows):
             teams, quota = teams + 1, less
             pieces = list(_pieces(lens, trees, heads, width, quota, start_rows, least_rows))
         else:
@@ -326,11 +326,15 @@ def _order_faults(plan: Plan, work: Sequence[tuple[int, ...]]) -> Iterator[str]:
     if runs and max(runs) >= len(work):
         yield f"entry {max(runs)} is run, there are {len(work)}"
     # blocks that run side by side read the same rows, so that DRAM gives them once; those that are
-    # left over have another step
-    width = int(plan.cta_work[0, 2])
-    for first, end, step, _ in plan.cta_work.tolist():
-        if step != width:
+    # left over take them by turns
+    num_ctas, width = len(plan.cta_work), int(plan.cta_work[0, 2])
+    left_over = num_ctas % width
+    for block, (first, end, step, _) in enumerate(plan.cta_work.tolist()):
+        if block >= num_ctas - left_over and step == left_over:
             continue
+        if step != width:
+            yield f"the step of block {block} is {step}, of its team's {width}"
+            return
         for entry in range(first, min(end, len(work)), step):
             beside = work[entry - entry % step : entry - entry % step + step]
             if len({(request, begin, last) for request, _, begin, last, _, _ in beside}) > 1:

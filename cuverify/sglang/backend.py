@@ -180,7 +180,7 @@ class VerifyBackend:
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Plan, recorded: three launches and a few operations on buffers of the graph's own."""
+        """Plan, recorded: one launch or two, and a few operations on buffers of the graph's own."""
         self._plan(self._metadata)
 
     # Attention
