@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from cuverify.sglang.seen import ContractSeen, FrozenSeen, PlaySeen
 from cuverify.sglang.step import RunnerStep
 from cuverify.strategies import examples
 from cuverify.tree import DraftTree
+from cuverify.verify_variants import VARIANTS
 
 BROKEN = {
     "StalePositions": "CV505",
@@ -263,6 +265,30 @@ def test_ours_keeps_the_contract_under_the_checkers(family) -> None:
     shape = replace(SMALL, captured=(1, 2), max_context_len=20)
     with checked():
         assert judge(play_contract(VerifyBackend, family, HostGraphs(), shape)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ours_lays_starts_out_with_each_plan(family, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = {"portable": replace(VARIANTS["portable"], starts=True)}
+    monkeypatch.setattr("cuverify.sglang.backend.VARIANTS", reads)  # on the host lane none does
+    laid_out: list[int] = []
+
+    class Watched(VerifyBackend):
+        def _plan(self, metadata: Any) -> None:
+            held = metadata.starts.workspace
+            held.cta_starts.fill_(-7)
+            super()._plan(metadata)
+            laid_out.append(metadata.bs)
+            if not self._graph_tables or held is not self._graph_tables.starts_workspace:
+                assert (held.cta_starts[:, :4] == metadata.plan.workspace.cta_work).all()
+
+        def forward_extend(self, *given: Any, **more: Any) -> Any:
+            assert self._metadata.starts.plan is self._metadata.plan
+            return super().forward_extend(*given, **more)
+
+    shape = replace(SMALL, captured=(1, 2), max_context_len=20)
+    assert judge(play_contract(Watched, family, HostGraphs(), shape)) == []
+    assert {1, 2} <= set(laid_out)
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 65])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,10 +18,12 @@ from cuverify.cases import Target
 from cuverify.draft_batch import DraftKind
 from cuverify.errors import ArgumentError, CaseError
 from cuverify.ops.accept import AcceptCode
+from cuverify.reference.verify_starts import verify_starts
 from cuverify.stages import record_stages
 from cuverify.step import StepSizes, StepTensors, VerifyStep
 from cuverify.step_workload import DrawnVerifyStep, StepBatch, small_sizes
 from cuverify.strategies import decode_steps, examples
+from cuverify.verify_variants import VARIANTS
 
 Schedule = Literal["ascending", "descending", "random"]
 gpu = pytest.mark.gpu
@@ -42,6 +45,29 @@ def test_drawn_steps(drawn_steps: tuple[StepSizes, list[StepBatch]]) -> None:
     for batch in drawn:
         assert wrong(step, batch) == []
     step.step.plan.read_status()
+
+
+def test_a_step_lays_out_starts_where_the_text_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = {"portable": replace(VARIANTS["portable"], starts=True)}
+    monkeypatch.setattr("cuverify.step.VARIANTS", reads)  # on the host lane none does
+    sizes, rng = small_sizes(requests=2), np.random.default_rng(3)
+    drawn = DrawnVerifyStep(StepBatch.draw(rng, sizes, longest=60), sizes, "numpy", num_ctas=3)
+    step = drawn.step
+    assert step.starts is not None
+    names = [name for name, _ in step.stages]
+    assert all(names.count(name) == 1 for name in ("tree build", "plan", "accept"))
+    for seed in (4, 5):
+        batch = StepBatch.draw(np.random.default_rng(seed), sizes, longest=60, padded=1)
+        for buffer in vars(step.starts.workspace).values():
+            buffer[:] = -7
+        assert wrong(drawn, batch) == []
+        plan = step.plan.workspace
+        expected = verify_starts(
+            plan.work, plan.cta_work, plan.kv_indptr, drawn.tensors.qo_indptr,
+            drawn.tensors.kv_indices, drawn.tensors.out_cache_loc,
+        )  # fmt: skip
+        for name, found in vars(step.starts.workspace).items():
+            np.testing.assert_array_equal(found, expected[name], err_msg=name)
 
 
 @examples(3)
