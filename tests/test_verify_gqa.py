@@ -475,6 +475,8 @@ def test_mutants_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch)
     ("arch", "chosen", "tiles"),
     [
         ("sm_80", COMPACT_VALUES, (64,)),
+        ("sm_86", COMPACT_VALUES, (32, 64)),
+        ("sm_89", COMPACT_VALUES, (32, 64)),
         ("sm_90", VALUES, (16, 32, 64)),
         ("sm_120", COMPACT_VALUES, (32, 64)),
     ],

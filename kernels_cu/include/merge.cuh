@@ -82,14 +82,12 @@ struct Turns {
     const int* tiles;   // request, row tile, first token and tokens of each
     int count;
 
-    int first = 0;    // row tile of lane 0
-    int before = 0;   // turns of earlier row tiles
-    int busy;         // row tiles that the lanes have; less than a warp's: they are the last
-    int number;       // of the turn
-    int total;        // turns of the lanes' row tiles
-    int own_end;      // turns up to this lane's row tile
-    int own_sharers;  // MOST more than the exponent
-    Cut own;          // this lane's row tile
+    int first = 0;   // row tile of lane 0
+    int before = 0;  // turns of earlier row tiles
+    int busy;        // row tiles that the lanes have; less than a warp's: they are the last
+    int number;      // of the turn
+    int own_end;     // turns up to this lane's row tile, or to the last one
+    Cut own;  // this lane's row tile; `row_tile` x 16, and MOST more than its sharers' exponent
 
     __device__ __forceinline__ Turns(const int* bounds, const int* cut_tiles, int most_tiles)
         : indptr(bounds),
@@ -169,19 +167,20 @@ struct Turns {
         } else if (MOST > 0) {
             log_sharers -= log_units(units, false);
         }
-        own_sharers = log_sharers + MOST;
+        own.row_tile = own.row_tile * 16 + log_sharers + MOST;
         own_end = turns_of(units, log_sharers);
 #pragma unroll 1
         for (int distance = 1; distance < busy; distance *= 2) {
             const int lower = __shfl_up_sync(ALL, own_end, distance);
             own_end += lane >= distance ? lower : 0;
         }
-        total = busy == 0 ? 0 : __shfl_sync(ALL, own_end, busy - 1);
-        own_end = lane < busy ? own_end : total;  // no turn is theirs
+        const int last = __shfl_sync(ALL, own_end, max(busy - 1, 0));
+        own_end = lane < busy ? own_end : last;  // no turn is theirs
     }
 
     // Gives the next turn; false when there is none left.
     __device__ __forceinline__ bool next(Turn& turn) {
+        int total = __shfl_sync(ALL, own_end, 31);
         while (number >= before + total) {
             before += total;
             first += 32;
@@ -189,13 +188,14 @@ struct Turns {
                 return false;
             }
             look();
+            total = __shfl_sync(ALL, own_end, 31);
         }
         const int within = number - before;
         turn.owner = __popc(__ballot_sync(ALL, own_end <= within));
         const int previous = __shfl_sync(ALL, own_end, max(turn.owner - 1, 0));
         turn.begin = __shfl_sync(ALL, own.begin, turn.owner);
         turn.end = __shfl_sync(ALL, own.end, turn.owner);
-        const int log_sharers = __shfl_sync(ALL, own_sharers, turn.owner) - MOST;
+        const int log_sharers = __shfl_sync(ALL, own.row_tile, turn.owner) % 16 - MOST;
         turn.log_sharers = max(log_sharers, 0);
         turn.log_units = max(-log_sharers, 0);
         turn.first_unit = (within - (turn.owner == 0 ? 0 : previous)) << (LOG_WARPS - log_sharers);
@@ -206,7 +206,7 @@ struct Turns {
     // The rows of the turn that was given last.
     __device__ __forceinline__ Rows rows(const Turn& turn) const {
         return {__shfl_sync(ALL, own.first_token, turn.owner),
-                __shfl_sync(ALL, own.row_tile, turn.owner) * SIZE,
+                __shfl_sync(ALL, own.row_tile, turn.owner) / 16 * SIZE,
                 __shfl_sync(ALL, own.tokens, turn.owner) * TOKEN_ROWS};
     }
 };
