@@ -457,18 +457,52 @@ struct Walk {
     }
 };
 
+template <unsigned PIECES>
+__device__ void move_pair(unsigned row, unsigned place, const unsigned long long* places,
+                          unsigned page_bits, const long long* src, const long long* dst) {
+    const long long from = src[row];
+    const long long to = dst[row];
+    if (from != to) {
+        const Column column(places, place);
+        move_part<PIECES>(column.at(from, page_bits), column.at(to, page_bits), column);
+    }
+}
+
 // Moves the pairs of a walk in a list in which nobody reads what another one writes: any order is
 // right.
 template <unsigned PIECES>
 __device__ void move_disjoint(Walk walk, const unsigned long long* places, unsigned page_bits,
                               const long long* src, const long long* dst, unsigned rows) {
     for (; walk.row < rows; walk.step()) {
-        const long long from = src[walk.row];
-        const long long to = dst[walk.row];
-        if (from != to) {
-            const Column column(places, walk.column);
-            move_part<PIECES>(column.at(from, page_bits), column.at(to, page_bits), column);
+        move_pair<PIECES>(walk.row, walk.column, places, page_bits, src, dst);
+    }
+}
+
+// The same for a list that a grid of such blocks goes through a few times, of less than 2^31 pairs. What
+// fills no whole turn of the grid comes first, dealt evenly to all blocks: it would be some blocks' last
+// turn, and others would wait for them.
+template <unsigned PIECES, unsigned THREADS>
+__device__ void move_evenly(const unsigned long long* places, unsigned num_places,
+                            unsigned page_bits, const long long* src, const long long* dst,
+                            unsigned rows) {
+    constexpr unsigned GROUPS = THREADS / LANES;
+    const unsigned group = threadIdx.x / LANES;
+    const unsigned pairs = rows * num_places;
+    const unsigned odd = pairs % (gridDim.x * GROUPS);
+    const unsigned share = (odd + gridDim.x - 1) / gridDim.x;
+    unsigned pair = blockIdx.x * share + group;
+    pair = group < share && pair < odd ? pair : pairs;
+    unsigned next = odd + blockIdx.x * GROUPS + group;
+#pragma unroll 1
+    for (;;) {
+        if (pair < pairs) {
+            move_pair<PIECES>(pair / num_places, pair % num_places, places, page_bits, src, dst);
         }
+        if (next >= pairs) {
+            break;
+        }
+        pair = next;
+        next += gridDim.x * GROUPS;
     }
 }
 
@@ -784,7 +818,7 @@ extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 // longer list that overlaps; one that does not is moved row by row. capacity * column_pieces <=
 // LIST_THREADS * LIST_PIECES; columns and places cover the same bytes, those of `columns` in at most
 // column_pieces pieces, those of `places` in at most 8 * LIST_UNROLL. The first slots of the dead
-// tail may be loaded, as numbers.
+// tail may be loaded, as numbers. capacity * num_places is below 2^31.
 //
 // @kernel relocate_list
 // @param columns        read    uint64 [num_columns, 4]     the pools, in narrow columns
@@ -913,7 +947,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
         overlaps = __syncthreads_or(overlaps) != 0;
     }
     if (!by_column && !overlaps) {
-        move_disjoint<LIST_UNROLL>(walk, places, page_bits, from, to, rows);
+        move_evenly<LIST_UNROLL, LIST_THREADS>(places, static_cast<unsigned>(num_places), page_bits,
+                                               from, to, rows);
     } else {
         // The barriers of the verdict stand between the loads of the first column and its stores.
         bool loaded = by_column;

@@ -51,6 +51,7 @@ _COLUMN_PIECES = 8  # a cache line of each row
 _BLOCKS_ON_A_GPU = {"ROWS_THREADS": 512, "ROWS_RESIDENT": 1}
 _PAGE_SIZES = [1 << bits for bits in range(17)]
 _WARP = 32
+_MOST_PAIRS = 1 << 31  # of rows and columns, which `relocate_list` counts
 _MOST_VOTERS = (1 << 21) - 1  # blocks of `relocate_check`, whose votes are counted in 21 bits
 
 
@@ -422,6 +423,9 @@ class RelocatePlan:
                 reach={"columns": pools},
             )  # fmt: skip
         kernel = kernels["relocate_list"]
+        if capacity * len(shape.places) >= _MOST_PAIRS:
+            wanted = f"wants fewer than {_MOST_PAIRS // capacity} for lists of {capacity} rows"
+            raise ArgumentError("pools", len(shape.places), wanted)
         threads, resident = number_of(kernel, "LIST_THREADS"), number_of(kernel, "LIST_RESIDENT")
         useful = len(shape.columns)
         if shape.by_row:
