@@ -153,15 +153,23 @@ struct Turns {
         if (few) {
             const int wanted = log_parts<LOG_WARPS>(splits, LEAST);
             const int blocks = static_cast<int>(gridDim.x);
-            const int without = __reduce_add_sync(ALL, turns_of(units, 0));  // if nobody shares
-            int less = 0;  // what each has to do without, so that all turns find a block
+            int without = turns_of(units, 0);  // if nobody shares
+            int less = 0;     // what each has to do without, so that all turns find a block
+            if (busy == 1) {  // the first lane's sums are its own
 #pragma unroll
-            for (int k = 0; k < LOG_WARPS; ++k) {
-                const int turns = __reduce_add_sync(ALL, turns_of(units, max(wanted - k, 0)));
-                less += turns > max(blocks, without);  // as many are free
+                for (int k = 0; k < LOG_WARPS; ++k) {
+                    less += turns_of(units, max(wanted - k, 0)) > max(blocks, without);
+                }
+            } else {
+                without = __reduce_add_sync(ALL, without);
+#pragma unroll
+                for (int k = 0; k < LOG_WARPS; ++k) {
+                    const int turns = __reduce_add_sync(ALL, turns_of(units, max(wanted - k, 0)));
+                    less += turns > max(blocks, without);  // as many are free
+                }
             }
             log_sharers = max(wanted - less, 0);
-            if (MOST > 0 && without > blocks) {
+            if (MOST > 0 && busy > 1 && without > blocks) {
                 log_sharers -= log_units(units, true);
             }
         } else if (MOST > 0) {
