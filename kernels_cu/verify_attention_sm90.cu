@@ -1064,8 +1064,14 @@ struct Place {
     }
 };
 
-// What a warp has in shared memory of two rows: four values, the maximum and the weight of each.
+// What a warp leaves for others of two rows: four values, the maximum and the weight of each. It lies
+// where the warp's pieces have been: less shared memory leaves more of it to what is in flight.
 using Share = float[2][6][32];
+static_assert(sizeof(Share) <= COMBINE_UNROLL * 512, "it lies within them");
+
+__device__ __forceinline__ Share& share_of(uint4* pieces, int warp) {
+    return *reinterpret_cast<Share*>(pieces + warp * COMBINE_UNROLL * 32);
+}
 
 constexpr int WEIGHT_ROWS = 16;  // that a unit has
 constexpr int WEIGHTS =
@@ -1184,8 +1190,8 @@ struct Target {
     }
 
     // The sum of what some warps have, for one row and one pair of columns of a place.
-    __device__ __forceinline__ void write_sum(const Share* shares, int sharing, const Place& place,
-                                              int task, int lane) const {
+    __device__ __forceinline__ void write_sum(uint4* pieces, int first_warp, int sharing,
+                                              const Place& place, int task, int lane) const {
         const int half = task % 2;
         const int pair = task / 2 % 2;
         float largest = minus_infinity();
@@ -1199,7 +1205,7 @@ struct Target {
                 max[k] = minus_infinity();
                 weights[k] = values[k][0] = values[k][1] = 0.0f;
                 if (first + k < sharing) {
-                    const Share& share = shares[first + k];
+                    const Share& share = share_of(pieces, first_warp + first + k);
                     max[k] = share[half][4][lane];
                     weights[k] = share[half][5][lane];
                     values[k][0] = share[half][2 * pair][lane];
@@ -1336,7 +1342,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     DYNAMIC_SHARED(cursor);
     CARVE(cursor, uint4, pieces, COMBINE_WARPS * COMBINE_UNROLL * 32);
     CARVE(cursor, float, weights, COMBINE_WARPS * WEIGHTS * WEIGHT_ROWS);
-    SHARED_ARRAY(float, means, [COMBINE_WARPS][2][6][32]);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
@@ -1375,13 +1380,15 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
             }
             continue;
         }
+        Share& share = share_of(pieces, warp);
+        __syncwarp();  // all of the warp's pieces have been added
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            means[warp][half][4][lane] = mean[half].max;
-            means[warp][half][5][lane] = mean[half].weight;
+            share[half][4][lane] = mean[half].max;
+            share[half][5][lane] = mean[half].weight;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                means[warp][half][i][lane] = mean[half].value[i];
+                share[half][i][lane] = mean[half].value[i];
             }
         }
         __syncthreads();
@@ -1389,7 +1396,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
 #pragma unroll 1
         for (int task = warp; task < 4 * COMBINE_WARPS >> turn.log_sharers; task += COMBINE_WARPS) {
             const Place place(turn.first_unit + task / 4, log_parts, lane);
-            to.write_sum(means + (task / 4 << turn.log_sharers), sharing, place, task, lane);
+            to.write_sum(pieces, task / 4 << turn.log_sharers, sharing, place, task, lane);
         }
         __syncthreads();
     }

@@ -272,7 +272,8 @@ def test_merging_in_other_forms(values: dict[str, Any]) -> None:
         ("k = lane / WEIGHT_ROWS; k < own_count; k += 2", "k = 0; k < own_count; ++k"),
         ("weight *= factor;\n#pragma unroll", "\n#pragma unroll"),
         ("weight = fmaf(own, weights[k], weight);", "weight += weights[k];"),
-        ("means + (task / 4 << turn.log_sharers)", "means + task / 4"),
+        ("pieces, task / 4 << turn.log_sharers", "pieces, task / 4"),
+        ("__syncwarp();  // all of the warp's pieces have been added", ""),
     ],
 )
 def test_faults_of_the_merge_are_seen(old: str, new: str) -> None:
