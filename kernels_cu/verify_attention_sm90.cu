@@ -83,6 +83,10 @@
 #define HAND_ON_AFTER 32
 #endif
 // registers of a thread in each role; together with those of the second values group 512
+// groups that copy a part of the first tile beside the copy group: 0, 1 or 2
+#ifndef HELPERS
+#define HELPERS 0
+#endif
 #ifndef COPY_REGISTERS
 #define COPY_REGISTERS 32
 #endif
@@ -435,6 +439,17 @@ __device__ __forceinline__ int looked_up(int thread) {
     return thread / 32 * 4 + lane % 4 + lane / 4 * COPY_ROWS;
 }
 
+// Starts the copies of every (HELPERS + 1)-th 16 rows of a block's first tile.
+__device__ __forceinline__ void copy_own_rows(word64 own, unsigned to, int sub, int lane,
+                                              int helper) {
+#pragma unroll
+    for (int i = 0; i < K_STEPS; ++i) {
+        if (i % (HELPERS + 1) == helper) {
+            copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES, sub);
+        }
+    }
+}
+
 // A warp copies TILE / 4 rows of each tile, eight lanes a row; that many lanes look up one row each. In
 // the first tile of the first item they know its slot already, but for -1.
 __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item item,
@@ -451,6 +466,7 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
     if (first_slot < 0) {
         row.look_up(source, item, position);
     }
+    bool is_first = item.tiles() > 0;
 #pragma unroll 1
     for (int number = share.x; number < share.y; number += share.z) {
         if (number != share.x) {  // the first queries are copied by others
@@ -473,12 +489,18 @@ __device__ __forceinline__ void copy_items(const Plan& plan, int4 share, Item it
             position = min(position, item.end) + TILE;
             row.look_up(source, item, position);
             const unsigned to = room.tile(turn.slot) + place;
+            if (HELPERS > 0 && is_first) {
+                copy_own_rows(own, to, sub, lane, 0);
+                hopper::sync_groups(2, (HELPERS + 1) * GROUP_THREADS);  // others have begun theirs
+            } else {
 #pragma unroll
-            for (int i = 0; i < K_STEPS; ++i) {
-                hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
-                copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8), to + i * COPY_ROWS * ROW_BYTES,
-                         sub);
+                for (int i = 0; i < K_STEPS; ++i) {
+                    hopper::wait(room.free_rows(turn.slot, i), turn.parity ^ 1);
+                    copy_row(__shfl_sync(ALL, own, i * 4 + lane / 8),
+                             to + i * COPY_ROWS * ROW_BYTES, sub);
+                }
             }
+            is_first = false;
             hopper::arrive_after_copies(room.barrier(FULL + turn.slot));
             turn.advance();
         }
@@ -956,11 +978,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Plan plan = {work, kv_indptr, qo_indptr};
     const QuerySource queries = {q_latent,      q_rope,      q_stride,
                                  q_head_stride, rope_stride, rope_head_stride};
+    const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
+                           draft_kv, draft_stride, out_cache_loc};
     // Each group waits when it is where its work is: the way there takes time, too.
     if (group == 0) {
         hopper::give_registers<COPY_REGISTERS>();
-        const KvRows source = {kv,       kv_stride,    num_slots,    kv_indices,
-                               draft_kv, draft_stride, out_cache_loc};
         const Start begun = Start::read(cta_starts);
         const long long slot = hopper::load_here(cta_slots + blockIdx.x * START_SLOTS +
                                                  looked_up(thread) % START_SLOTS);
@@ -980,6 +1002,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hopper::take_registers<VALUE_REGISTERS>();
         const int part = group - 2;
         const Start begun = Start::read(cta_starts);
+        const long long slot = hopper::load_here(cta_slots + blockIdx.x * START_SLOTS +
+                                                 looked_up(thread) % START_SLOTS);
         if (begun.is_idle()) {
             return;
         }
@@ -989,6 +1013,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             // It has nothing else to do yet, and KV rows need not wait.
             copy_queries(queries, first, room.tile(0), room.base + QUERIES_AT, thread);
             hopper::arrive_after_copies(room.barrier(FULL));
+        }
+        if (part < HELPERS && first.tiles() > 0) {
+            const int lane = thread % 32;
+            const int sub = thread % 8;
+            const int position = lane < TILE / 4 ? first.begin + looked_up(thread) : first.end;
+            Row row = {static_cast<KV_INDEX>(slot), slot};
+            if (slot < 0) {
+                row.look_up(source, first, position);
+            }
+            const unsigned to =
+                room.tile(1) + thread / 8 * ROW_BYTES + ((sub ^ (thread / 8 % 8)) << 4);
+            copy_own_rows(row.find(source, first, position), to, sub, lane, part + 1);
+            hopper::arrive_too_after_copies(room.barrier(FULL + 1));
+            hopper::arrive_groups(2, (HELPERS + 1) * GROUP_THREADS);
         }
         if (share.w == 0) {
             value_items<2>(plan, share, first, part * 4, room, partial_out, out, out_stride,

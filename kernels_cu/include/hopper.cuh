@@ -48,6 +48,11 @@ __device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same by a thread that the barrier does not expect: before those that it expects.
+__device__ __forceinline__ void arrive_too_after_copies(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Until the phase of this parity has ended. Before the first phase, parity 1 counts as ended.
 __device__ __forceinline__ void wait(unsigned barrier, int parity) {
     asm volatile(
@@ -69,6 +74,14 @@ __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
         : "r"(barrier), "r"(parity)
         : "memory");
     return __all_sync(0xffffffffu, done);
+}
+
+// A barrier of some groups of 128 threads: who waits for all, and who does not.
+__device__ __forceinline__ void sync_groups(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_groups(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // A barrier of 128 threads; numbers from 1.
