@@ -67,6 +67,18 @@ def tensor_of(name: str, value: object) -> Tensor:
     return tensor
 
 
+def tensors_of(prefix: str, workspace: Any) -> dict[str, Tensor]:
+    """Return the views of a workspace's buffers, by their names behind ``prefix.``.
+
+    Raises
+    ------
+    ArgumentError
+        If one is no tensor.
+    """
+    named = {f"{prefix}.{name}": buffer for name, buffer in vars(workspace).items()}
+    return {name: tensor_of(name, buffer) for name, buffer in named.items()}
+
+
 def wrong(tensor: Tensor, reason: str) -> ArgumentError:
     """Return an error about a tensor."""
     return ArgumentError(tensor.name, tensor.owner, reason)

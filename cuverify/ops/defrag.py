@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cuverify.arguments import device_of
-from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, wrong
+from cuverify.buffers import Buffer, read, refuse_overlap, tensor_of, tensors_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import Launched, check_int, grid, index_ctype, number_of
@@ -174,10 +174,7 @@ class DefragPlan:
             pools, workspace.src, workspace.dst, workspace.count, workspace=relocate_workspace,
             num_ctas=num_ctas, list_prefix="workspace.", workspace_prefix="relocate_workspace.",
         )  # fmt: skip
-        own = [
-            tensor_of(f"workspace.{field.name}", getattr(workspace, field.name))
-            for field in fields(workspace)
-        ]
+        own = [*tensors_of("workspace", workspace).values()]
         rewritten = [inputs[name] for name in ("req_to_token", "held") if name in inputs]
         only_read = [tensor for tensor in inputs.values() if tensor not in rewritten]
         refuse_overlap([*own, *rewritten], only_read)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cuverify.arguments import Tensor, device_of
-from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, tensors_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
@@ -270,25 +270,19 @@ class VerifyAttention:
             inputs.append(tensor_of("out_cache_loc", out_cache_loc))
         if workspace is None:
             workspace = AttentionWorkspace.allocate(out, plan=plan, latent=latent)
-        held = {
-            f"workspace.{field.name}": tensor_of(
-                f"workspace.{field.name}", getattr(workspace, field.name)
-            )
-            for field in fields(workspace)
-        }
+        held = tensors_of("workspace", workspace)
         work = plan_workspace(plan.batch, plan.max_tokens, heads, plan.num_ctas)["work"]
         sizes = _partials(work.shape[0], plan.num_ctas, latent)
         check_workspace(held, sizes, f"{work.shape[0]} entries of work on {plan.num_ctas} blocks")
         planned = [
-            *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
-              for f in fields(plan.workspace)),
+            *tensors_of("plan", plan.workspace).values(),
             tensor_of("plan.kv_indptr", plan.kv_indptr),
             tensor_of("plan.kv_indices", plan.kv_indices),
             tensor_of("plan.qo_indptr", plan.qo_indptr),
         ]  # fmt: skip
         if starts is not None:
             _check_starts(starts, plan, None if out_cache_loc is None else inputs[-1])
-            planned[:0] = _first(starts)
+            planned[:0] = tensors_of("starts.workspace", starts.workspace).values()
         written = [*outputs.values(), *held.values()]
         device = device_of([*written, *inputs, *planned])
         for tensor in (*inputs, *outputs.values()):
@@ -327,7 +321,8 @@ class VerifyAttention:
         if VARIANTS[self.variant].starts:
             if starts is None:
                 starts = self._starts = VerifyStarts(plan, out_cache_loc=out_cache_loc)
-            first = [tensor.owner[: plan.num_ctas] for tensor in _first(starts)]
+            laid_out = starts.workspace
+            first = [laid_out.cta_starts[: plan.num_ctas], laid_out.cta_slots[: plan.num_ctas]]
         self.partials = partials.bind(
             plan.num_ctas, VARIANTS[self.variant].threads,
             queries[0].owner, queries[1].owner, *strides, float(sm_scale),
@@ -420,11 +415,6 @@ def _kernels(
     source = KernelSource.from_package(text.stem, values=dict(values))
     partials, combine = text.kernels
     return Kernel(source, partials), Kernel(source, combine)
-
-
-def _first(starts: VerifyStarts) -> list[Tensor]:
-    held = vars(starts.workspace)
-    return [tensor_of(f"starts.workspace.{name}", held[name]) for name in held]
 
 
 def _check_starts(starts: VerifyStarts, plan: VerifyPlan, out_cache_loc: Tensor | None) -> None:

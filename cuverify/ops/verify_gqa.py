@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from cuverify.arguments import Tensor, device_of
-from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, tensors_of, wrong
 from cuverify.compile import max_shared_bytes
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
@@ -380,17 +380,11 @@ class VerifyGqa:
             drafts = [tensor_of("out_cache_loc", out_cache_loc)]
         if workspace is None:
             workspace = GqaWorkspace.allocate(out, plan=plan, group=group, kv_heads=kv_heads)
-        held = {
-            f"workspace.{field.name}": tensor_of(
-                f"workspace.{field.name}", getattr(workspace, field.name)
-            )
-            for field in fields(workspace)
-        }
+        held = tensors_of("workspace", workspace)
         need = f"{kv_heads} KV heads on {plan.num_ctas} blocks each"
         check_workspace(held, _partials(plan, rows, kv_heads), need)
         planned = [
-            *(tensor_of(f"plan.{f.name}", getattr(plan.workspace, f.name))
-              for f in fields(plan.workspace)),
+            *tensors_of("plan", plan.workspace).values(),
             tensor_of("plan.kv_indptr", plan.kv_indptr),
             tensor_of("plan.kv_indices", plan.kv_indices),
             tensor_of("plan.qo_indptr", plan.qo_indptr),

@@ -12,11 +12,19 @@ import enum
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from cuverify.arguments import Tensor, device_of
-from cuverify.buffers import Buffer, check_workspace, read, refuse_overlap, tensor_of, wrong
+from cuverify.buffers import (
+    Buffer,
+    check_workspace,
+    read,
+    refuse_overlap,
+    tensor_of,
+    tensors_of,
+    wrong,
+)
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import (
@@ -319,12 +327,7 @@ class VerifyPlan:
             workspace = PlanWorkspace.allocate(
                 seq_lens, max_batch=batch, max_tokens=max_tokens, heads=heads
             )
-        held = {
-            f"workspace.{field.name}": tensor_of(
-                f"workspace.{field.name}", getattr(workspace, field.name)
-            )
-            for field in fields(workspace)
-        }
+        held = tensors_of("workspace", workspace)
         device = device_of([*inputs.values(), *held.values()])
         variant = variant or variant_of(capability(device))
         if variant not in VARIANTS:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from cuverify.arguments import device_of
-from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, wrong
+from cuverify.buffers import Buffer, check_workspace, refuse_overlap, tensor_of, tensors_of, wrong
 from cuverify.errors import ArgumentError
 from cuverify.kernel import Kernel
 from cuverify.launching import Launched, index_ctype
@@ -106,12 +106,11 @@ class VerifyStarts:
         if plan.kv_indices is None:
             raise ArgumentError("plan", plan, "has no kv_indices: give them to VerifyPlan")
         lists = {
-            "kv_indptr": plan.kv_indptr,
-            "kv_indices": plan.kv_indices,
-            "qo_indptr": plan.qo_indptr,
+            name: tensor_of(f"plan.{name}", getattr(plan, name))
+            for name in ("kv_indptr", "kv_indices", "qo_indptr")
         }
-        planned = {**vars(plan.workspace), **lists}  # of which some are layers' inputs
-        inputs = [tensor_of(f"plan.{name}", value) for name, value in planned.items()]
+        # layers read all of the plan's buffers
+        inputs = [*tensors_of("plan", plan.workspace).values(), *lists.values()]
         if out_cache_loc is not None:
             given = tensor_of("out_cache_loc", out_cache_loc)
             if len(given.shape) != 1 or given.shape[0] < plan.max_tokens:
@@ -120,12 +119,7 @@ class VerifyStarts:
             inputs.append(given)
         if workspace is None:
             workspace = StartsWorkspace.allocate(plan.workspace.work, num_ctas=plan.num_ctas)
-        held = {
-            f"workspace.{field.name}": tensor_of(
-                f"workspace.{field.name}", getattr(workspace, field.name)
-            )
-            for field in fields(workspace)
-        }
+        held = tensors_of("workspace", workspace)
         check_workspace(held, starts_workspace(plan.num_ctas), f"{plan.num_ctas} blocks")
         device_of([*inputs, *held.values()])
         refuse_overlap([*held.values()], inputs)
@@ -134,8 +128,7 @@ class VerifyStarts:
         self.out_cache_loc = out_cache_loc
         self.workspace = workspace
         kernel = verify_starts_kernel(
-            KV_INDEX=index_ctype(tensor_of("plan.kv_indices", plan.kv_indices)),
-            QO_INDEX=index_ctype(tensor_of("plan.qo_indptr", plan.qo_indptr)),
+            KV_INDEX=index_ctype(lists["kv_indices"]), QO_INDEX=index_ctype(lists["qo_indptr"])
         )
         self.launch = kernel.bind(
             plan.num_ctas, START_ROWS,
