@@ -1,7 +1,7 @@
 """The texts that attend, and the rule that chooses one.
 
-All of them do the same job with the same parameters, by the same plan and with the same results
-within the published tolerances. `choose_variant` looks at what is known when a layer is made: the
+All of them do the same job, by the same plan and with the same results within the published
+tolerances. `choose_variant` looks at what is known when a layer is made: the
 GPU, the columns, the type of the pool and the scale. Lengths and the number of tree tokens change
 from step to step; the plan follows them on the device.
 """

@@ -1,6 +1,6 @@
 // Attention of draft trees over a latent KV cache on sm_90a: the job, the parameters and the results
-// of verify_attention.cu for rows of 512 + 64 columns, with the matrix units of Hopper GPUs. It
-// cannot run anywhere else.
+// of verify_attention.cu for rows of 512 + 64 columns, with the matrix units of Hopper GPUs; but what a
+// block does first is told by verify_starts, and not by cta_work. It cannot run anywhere else.
 //
 // A block holds 64 query rows and goes through its items of the plan with four warpgroups:
 //   copy     gathers KV rows into a ring of tiles in shared memory (cp.async, 16 bytes a thread,

@@ -3,9 +3,10 @@
 One `VerifyPlan` serves all layers of a step; each layer has a `VerifyAttention` of its own, and all
 of them may share one `AttentionWorkspace`, since they run one after another.
 
-Two texts do the same job with the same parameters: verify_attention.cu on every GPU and on the host
-lane, verify_attention_sm90.cu on Hopper GPUs. `cuverify.verify_variants` has the rule. Pools of fp8
-codes are attended to by the first one on Hopper GPUs, too.
+Two texts do the same job: verify_attention.cu on every GPU and on the host lane,
+verify_attention_sm90.cu on Hopper GPUs, whose blocks begin by what a `VerifyStarts` laid out for
+all layers. `cuverify.verify_variants` has the rule. Pools of fp8 codes are attended to by the first
+one on Hopper GPUs, too.
 """
 
 from __future__ import annotations
