@@ -91,6 +91,10 @@
 #ifndef LIST_PREFETCH
 #define LIST_PREFETCH 2
 #endif
+// and bytes of each: more would be evicted before they are read, or never read where rows overlap
+#ifndef LIST_PREFETCH_BYTES
+#define LIST_PREFETCH_BYTES 768
+#endif
 // threads of a block that checks
 #ifndef CHECK_THREADS
 #define CHECK_THREADS 512
@@ -419,13 +423,24 @@ __device__ void move_part(const char* source, char* destination, const Column& c
     }
 }
 
-// Brings a part of a row into L2, without waiting for it; the lanes of a group share its lines. What
-// others write there meanwhile is no matter: nothing is read.
+// Brings the first bytes of a part of a row into L2, without waiting for them; the lanes of a group
+// share its lines. What others write there meanwhile is no matter: nothing is read.
 __device__ void prefetch_part(const char* source, const Column& column) {
-    const unsigned bytes = column.pieces * column.width;
+    const unsigned part = column.pieces * column.width;
+    const unsigned bytes = part < LIST_PREFETCH_BYTES ? part : LIST_PREFETCH_BYTES;
     for (unsigned at = threadIdx.x % LANES * 128; at < bytes; at += LANES * 128) {
         prefetch_l2(source + at);
     }
+}
+
+// Groups of LANES threads are numbered block by block, so that a block's rows lie side by side in a
+// long list, or a warp of each block by turns: then the last turn of a short one is all blocks' alike.
+__device__ unsigned group_by_block(unsigned threads) {
+    return (blockIdx.x * threads + threadIdx.x) / LANES;
+}
+__device__ unsigned group_by_turns() {
+    constexpr unsigned GROUPS = 32 / LANES;  // of a warp
+    return (threadIdx.x / 32 * gridDim.x + blockIdx.x) * GROUPS + threadIdx.x % 32 / LANES;
 }
 
 // A group's way through all pairs (row, column), the column fastest, in steps of the whole grid. Two
@@ -437,13 +452,12 @@ struct Walk {
     unsigned column_step;
     unsigned columns;
 
-    __device__ Walk(unsigned threads, unsigned extent) {
-        const unsigned groups = threads / LANES;
-        const unsigned group = blockIdx.x * groups + threadIdx.x / LANES;
+    __device__ Walk(unsigned group, unsigned threads, unsigned extent) {
+        const unsigned groups = gridDim.x * (threads / LANES);
         row = group / extent;
         column = group % extent;
-        row_step = gridDim.x * groups / extent;
-        column_step = gridDim.x * groups % extent;
+        row_step = groups / extent;
+        column_step = groups % extent;
         columns = extent;
     }
 
@@ -828,7 +842,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, LIST_RESIDENT)
     const int length = count[0];
     const unsigned room = static_cast<unsigned>(capacity);
     const bool by_column = capacity <= LIST_AHEAD;
-    const Walk walk(LIST_THREADS, static_cast<unsigned>(num_places));
+    const Walk walk(group_by_turns(), LIST_THREADS, static_cast<unsigned>(num_places));
     Move own[OWN_ROWS];
 #pragma unroll
     for (unsigned k = 0; k < OWN_ROWS; ++k) {
@@ -1148,8 +1162,8 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (part.columns == 0) {
         return;
     }
-    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(rows);
-         walk.step()) {
+    for (Walk walk(group_by_block(ROWS_THREADS), ROWS_THREADS, part.columns);
+         walk.row < static_cast<unsigned>(rows); walk.step()) {
         const Column column(places, part.first + walk.column);
         move_part<UNROLL>(column.at(src[staged[walk.row]], log2_of(page_slots)),
                           reinterpret_cast<char*>(scratch) + part.offset(walk.column, walk.row),
@@ -1198,8 +1212,8 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     }
     const unsigned page_bits = log2_of(page_slots);
     const int* listed = phases + 2ll * phase * capacity;
-    for (Walk walk(ROWS_THREADS, part.columns); walk.row < static_cast<unsigned>(counts[phase]);
-         walk.step()) {
+    for (Walk walk(group_by_block(ROWS_THREADS), ROWS_THREADS, part.columns);
+         walk.row < static_cast<unsigned>(counts[phase]); walk.step()) {
         const int row = listed[2 * walk.row];
         const int place = listed[2 * walk.row + 1];
         const Column column(places, part.first + walk.column);
@@ -1239,7 +1253,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_THREADS, ROWS_RESIDENT)
     if (status[0] != LEGAL || status[2] != 0 || length < 0 || length > capacity) {
         return;
     }
-    const Walk walk(ROWS_THREADS, static_cast<unsigned>(num_places));
+    const Walk walk(group_by_block(ROWS_THREADS), ROWS_THREADS, static_cast<unsigned>(num_places));
     move_disjoint<UNROLL>(walk, places, log2_of(page_slots), src, dst,
                           static_cast<unsigned>(length));
 }
