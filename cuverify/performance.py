@@ -356,8 +356,9 @@ def _plans(found: Mapping[tuple[str, str], Line]) -> Iterator[str]:
     yield "### The plan"
     yield ""
     yield (
-        f"Once a step, on the device, what each block reads first laid out, too: {min(times):.1f} to "
-        f"{max(times):.1f} us over {len(plans)} shapes, which is {min(a_layer):.2f} to {max(a_layer):.2f} us for each of {layers} layers."
+        f"Once a step, on the device, what each block reads first laid out, too: "
+        f"{min(times):.1f} to {max(times):.1f} us over {len(plans)} shapes, which is "
+        f"{min(a_layer):.2f} to {max(a_layer):.2f} us for each of {layers} layers."
     )
     yield ""
 

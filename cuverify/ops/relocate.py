@@ -812,8 +812,8 @@ def _balanced(columns: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
 def _buckets(capacity: int) -> int:
     """Return the size of the hash table: a power of two, at least four times the rows.
 
-    A block waits for its longest search. Of 1,024 rows that takes 5 to 7 places then, and 14 to 20 in
-    a table of half the size.
+    A block waits for its longest search. Of 1,024 rows it takes 5 to 7 places then, and 14 to 20
+    in a table of half the size.
     """
     return max(4, 1 << (4 * capacity - 1).bit_length())
 
