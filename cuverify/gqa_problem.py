@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cuverify.ops.verify_gqa import VerifyGqa
     from cuverify.ops.verify_plan import VerifyPlan
     from cuverify.reference.verify_attention import Attention
+    from cuverify.verify_variants import VariantName
 
 _POOL_BYTES = 2 << 30
 
@@ -170,6 +171,7 @@ class OwnGqa:
         *,
         rows: int | None = None,
         num_ctas: int | None = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
         plan_values: Mapping[str, int] | None = None,
     ) -> OwnGqa:
@@ -195,6 +197,7 @@ class OwnGqa:
                 rows=rows,
                 num_ctas=num_ctas,
                 workspace=workspace,
+                variant=variant,
                 values=plan_values,
                 kv_indices=prefix,
                 kv_indptr=problem.kv_indptr,
@@ -215,6 +218,7 @@ class OwnGqa:
                     sm_scale=problem.sm_scale,
                     out_cache_loc=drafts,
                     workspace=scratch,
+                    variant=variant,
                     values=values,
                 )
             )

@@ -32,7 +32,7 @@ class Variant:
     kernels : tuple of str
         The two kernels in it, in the order of their launches.
     threads : int
-        Of a block of `verify_partials`.
+        Of a block of the first.
     columns : tuple of int, or None
         The only latent and rope columns; None where all are possible.
     codes : bool
@@ -87,6 +87,23 @@ VARIANTS: Mapping[VariantName, Variant] = {
 }
 
 
+GQA_VARIANTS: Mapping[VariantName, Variant] = {
+    "portable": Variant(
+        "verify_gqa",
+        ("verify_gqa_partials", "verify_gqa_combine"),
+        128,
+        plan={"GRAIN": 32, "ROOT_HALVES": 2},
+    ),
+    "sm90": Variant(
+        "verify_gqa_sm90",
+        ("verify_gqa_partials_sm90", "verify_gqa_combine_sm90"),
+        384,
+        plan={"START_ROWS": 384, "GRAIN": 64, "ROOT_HALVES": 3},
+    ),
+}
+"""The texts for keys and values that are apart."""
+
+
 def variant_of(architecture: tuple[int, int] | None) -> VariantName:
     """Return the text that is fastest on a GPU where the columns allow it.
 
@@ -127,3 +144,19 @@ def choose_variant(
     """
     best = variant_of(architecture)
     return best if VARIANTS[best].fits(latent, rope, sm_scale, pool) else "portable"
+
+
+def choose_gqa_variant(
+    architecture: tuple[int, int] | None, *, rows: int | None = None
+) -> VariantName:
+    """Return the text that attends to keys and values that are apart.
+
+    Parameters
+    ----------
+    architecture : tuple of two int, or None
+        Compute capability of the GPU; None for the host lane.
+    rows : int, optional
+        Query rows of a row tile, where they are given. A warpgroup of Hopper GPUs multiplies 64,
+        and is faster than the portable text with fewer of them, too.
+    """
+    return variant_of(architecture) if rows is None or rows >= 64 else "portable"

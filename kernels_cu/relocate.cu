@@ -489,7 +489,7 @@ __device__ void move_disjoint(Walk walk, const unsigned long long* places, unsig
 // The slots that a short list writes: a hash table in shared memory.
 struct Written {
     unsigned long long* bucket;  // NO_SLOT or a slot
-    unsigned buckets;            // a power of two, at least twice the rows
+    unsigned buckets;            // a power of two, at least twice the rows; more are faster
 
     __device__ unsigned first_bucket(unsigned long long slot) const {
         const unsigned low = static_cast<unsigned>(slot);

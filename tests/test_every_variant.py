@@ -6,6 +6,7 @@ Parametrised by what the rules choose from: a variant that is added there is tes
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,7 @@ from cuverify.validators.host_graph import HostGraph
 from cuverify.compile import max_shared_bytes
 from cuverify.contract import limited_to
 from cuverify.ops.verify_attention import least_values, verify_attention_kernels
-from cuverify.ops.verify_gqa import (
-    ROW_TILES,
-    row_tile,
-)
+from cuverify.ops.verify_gqa import ROW_TILES, row_tile, verify_gqa_kernels
 from cuverify.ops.verify_plan import ROW_TILE
 from cuverify.sglang.backend import VerifyBackend
 from cuverify.sglang.contract import FAMILIES, Family
@@ -29,7 +27,8 @@ from cuverify.sglang.graphs import CudaGraphs, HostGraphs
 from cuverify.sglang.judge import judge
 from cuverify.sglang.play import play_contract
 from cuverify.sglang.schedule import Shape, schedule
-from cuverify.verify_variants import VARIANTS, VariantName, variant_of
+from cuverify.sources import KernelSource
+from cuverify.verify_variants import GQA_VARIANTS, VARIANTS, Variant, VariantName, variant_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variant_cases import GQA_KINDS, KINDS, LENGTHS, GqaKind, Kind, OneGqaKind, OneKind
@@ -52,10 +51,10 @@ each_kind_on_the_host = pytest.mark.parametrize(
 )
 
 
-def skip_where_it_cannot_run(variant: VariantName) -> None:
+def skip_where_it_cannot_run(variant: VariantName, texts: Mapping[VariantName, Variant]) -> None:
     import torch
 
-    limits = limited_to(verify_attention_kernels(variant)[0].source.text)
+    limits = limited_to(KernelSource.from_package(texts[variant].stem).text)
     major, minor = torch.cuda.get_device_capability()
     if limits and not {f"sm_{major}{minor}", f"sm_{major}{minor}a"} & {*limits}:
         pytest.skip(f"{variant} is for {', '.join(limits)}")
@@ -110,7 +109,7 @@ def test_its_likeness_of_a_graph_replays_on_other_batches(kind: Kind) -> None:
 @gpu
 @each_kind
 def test_the_validator_passes_it(kind: Kind) -> None:
-    skip_where_it_cannot_run(kind.variant)
+    skip_where_it_cannot_run(kind.variant, VARIANTS)
     validated(OneKind(kind))
 
 
@@ -143,7 +142,7 @@ def test_it_keeps_sglangs_contract_on_the_host_lane(kind: Kind) -> None:
 @gpu
 @each_kind
 def test_it_keeps_sglangs_contract_in_cuda_graphs(kind: Kind) -> None:
-    skip_where_it_cannot_run(kind.variant)
+    skip_where_it_cannot_run(kind.variant, VARIANTS)
     family = FAMILIES[KINDS.index(kind) % 2]
     played(kind, family, CudaGraphs(), Shape((1, 3), heads=kind.heads, pool=kind.pool))
 
@@ -152,14 +151,21 @@ def test_it_keeps_sglangs_contract_in_cuda_graphs(kind: Kind) -> None:
 
 
 each_gqa_kind = pytest.mark.parametrize("kind", GQA_KINDS, ids=str)
+each_gqa_kind_on_the_host = pytest.mark.parametrize(
+    "kind",
+    [kind for kind in GQA_KINDS if not limited_to(verify_gqa_kernels(kind.variant)[0].source.text)],
+    ids=str,
+)
 
 
 def test_each_row_tile_has_its_trees() -> None:
+    for name, sizes in ROW_TILES.items():
+        assert {kind.rows for kind in GQA_KINDS if kind.variant == name} == {*sizes}
     for kind in GQA_KINDS:
-        assert row_tile(kind.group, max(kind.trees)) == kind.rows
+        assert row_tile(kind.group, max(kind.trees), kind.variant) == kind.rows
 
 
-@each_gqa_kind
+@each_gqa_kind_on_the_host
 def test_gqas_likeness_of_a_graph_replays_on_other_batches(kind: GqaKind) -> None:
     judged_on_the_host(OneGqaKind(kind))
 
@@ -168,7 +174,8 @@ def played_gqa(kind: GqaKind, family: Family, graphs: Any, shape: Shape) -> None
     """Play SGLang's runner with a backend that takes these values."""
 
     class Taking(GqaVerifyBackend):
-        values = dict.fromkeys(ROW_TILES, kind.values)
+        variant = kind.variant
+        values = dict.fromkeys([kind.rows], kind.values)
 
         def attend(self, *given: Any, plan: Any, **more: Any) -> None:
             rows.add(ROW_TILE * kind.group // plan.heads)
@@ -181,7 +188,7 @@ def played_gqa(kind: GqaKind, family: Family, graphs: Any, shape: Shape) -> None
     assert len(seen.plays) == len(schedule(shape.captured))
 
 
-@each_gqa_kind
+@each_gqa_kind_on_the_host
 def test_gqa_keeps_sglangs_contract_on_the_host_lane(kind: GqaKind) -> None:
     family = FAMILIES[GQA_KINDS.index(kind) % 2]
     shape = Shape((1, 2), max(kind.trees), 24, heads=2 * kind.group, kv_heads=2)
@@ -191,6 +198,7 @@ def test_gqa_keeps_sglangs_contract_on_the_host_lane(kind: GqaKind) -> None:
 @gpu
 @each_gqa_kind
 def test_gqa_keeps_sglangs_contract_in_cuda_graphs(kind: GqaKind) -> None:
+    skip_where_it_cannot_run(kind.variant, GQA_VARIANTS)
     family = FAMILIES[GQA_KINDS.index(kind) % 2]
     shape = Shape((1, 3), max(kind.trees), heads=2 * kind.group, kv_heads=2)
     played_gqa(kind, family, CudaGraphs(), shape)
@@ -199,4 +207,5 @@ def test_gqa_keeps_sglangs_contract_in_cuda_graphs(kind: GqaKind) -> None:
 @gpu
 @each_gqa_kind
 def test_the_validator_passes_gqa(kind: GqaKind) -> None:
+    skip_where_it_cannot_run(kind.variant, GQA_VARIANTS)
     validated(OneGqaKind(kind))

@@ -37,6 +37,7 @@ from cuverify.narrow import narrow, widen
 from cuverify.ops import verify_gqa as op
 from cuverify.ops.verify_gqa import (
     COMPACT_VALUES,
+    ROW_TILES,
     VALUES,
     GqaWorkspace,
     VerifyGqa,
@@ -52,6 +53,7 @@ from cuverify.static_buffers import write
 from cuverify.strategies import examples, verify_batches
 from cuverify.tree import DraftTree
 from cuverify.verify_shapes import Drafts
+from cuverify.verify_variants import VariantName, choose_gqa_variant
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_steps import FINE, assert_rounded_once, batch_of, bf16
@@ -61,6 +63,15 @@ GROUPS = (4, 8, 5, 7, 1, 2)
 
 gpu = pytest.mark.gpu
 both_lanes = pytest.mark.parametrize("xp", ["numpy", pytest.param("torch-cuda", marks=gpu)])
+each_text = pytest.mark.parametrize(
+    ("xp", "variant"),
+    [
+        ("numpy", None),
+        pytest.param("torch-cuda", "portable", marks=gpu),
+        pytest.param("torch-cuda", None, marks=gpu),
+    ],
+)
+"""On a GPU the portable text and that of the rule."""
 
 
 def sized(
@@ -94,8 +105,14 @@ def wrong_in(step: VerifyGqaStep, replay: Any = None) -> list[str]:
 
 
 def assert_right(batch: SizedGqaBatch, xp: Target = "numpy", **how: Any) -> VerifyGqaStep:
-    step = VerifyGqaStep(batch, xp, **{"num_ctas": 3, "plan_values": FINE, **how})
-    assert wrong_in(step) == [], batch
+    """Run a batch by the text of the rule, and on a GPU by the portable one before."""
+    variants = [how.pop("variant", None)]
+    if xp == "torch-cuda":
+        variants[:0] = ["portable"]
+    for variant in variants:
+        more = {"num_ctas": 3, "plan_values": FINE, **how, "variant": variant}
+        step = VerifyGqaStep(batch, xp, **more)
+        assert wrong_in(step) == [], batch
     return step
 
 
@@ -110,7 +127,7 @@ def outputs(step: VerifyGqaStep) -> list[Any]:
 @pytest.mark.parametrize("tree", [1, 4, 5, 8, 9, 17, 64, 65, 129, 256])
 def test_trees_of_every_width(tree: int, xp: Target) -> None:
     step = assert_right(sized([21], [tree]), xp)
-    assert step.attend.rows == row_tile(4, tree)
+    assert step.attend.rows == row_tile(4, tree, step.attend.variant)
 
 
 @both_lanes
@@ -120,17 +137,21 @@ def test_prefixes_around_tiles(prefix: int, xp: Target) -> None:
         assert_right(sized([prefix], [tree]), xp)
 
 
-@both_lanes
+@each_text
 @pytest.mark.parametrize(
     ("partial", "exponent"), [(None, 0), (None, 10), ("bf16", -80), ("bf16", 116)]
 )
 @pytest.mark.parametrize("num_ctas", [2, 5, 24])
 def test_what_a_cut_costs(
-    partial: Literal["bf16"] | None, exponent: int, num_ctas: int, xp: Target
+    partial: Literal["bf16"] | None,
+    exponent: int,
+    num_ctas: int,
+    xp: Target,
+    variant: VariantName | None,
 ) -> None:
     # with equal weights, which are 1, nothing is rounded but partials and the result
     batch = sized([700], [1])
-    step = VerifyGqaStep(batch, xp, num_ctas=num_ctas, partial=partial)
+    step = VerifyGqaStep(batch, xp, num_ctas=num_ctas, partial=partial, variant=variant)
     layout = batch.batch.base.layout
     pool = np.abs(widen(batch.batch.v_buffer())) * np.float32(2.0**exponent)
     write(step.rows["q"], np.zeros_like(batch.batch.q()))
@@ -143,9 +164,10 @@ def test_what_a_cut_costs(
 
 @both_lanes
 def test_a_group_that_divides_no_row_tile(xp: Target) -> None:
-    # with the text for GPUs of little shared memory
     batch = sized([150, 3], [9, 12], group=5, kv_heads=3)
-    assert_right(batch, xp, values=COMPACT_VALUES[64])
+    assert_right(batch, xp)
+    # and with the text for GPUs of little shared memory
+    assert_right(batch, xp, variant="portable", values=COMPACT_VALUES[64])
 
 
 @gpu
@@ -206,9 +228,10 @@ def test_a_block_sees_itself_and_the_context(xp: Target) -> None:
             np.testing.assert_array_equal(mine[last], other[last])
 
 
-@both_lanes
-def test_rows_that_see_nothing(xp: Target) -> None:
-    step = VerifyGqaStep(sized([0, 33], [9, 9]), xp, num_ctas=3, plan_values=FINE)
+@each_text
+def test_rows_that_see_nothing(xp: Target, variant: VariantName | None) -> None:
+    how = {"num_ctas": 3, "plan_values": FINE, "variant": variant}
+    step = VerifyGqaStep(sized([0, 33], [9, 9]), xp, **how)
     step.visible[:] = 0
     run(step)
     bits, lse = host_array(step.out).bits(), host_array(step.lse).data
@@ -217,11 +240,13 @@ def test_rows_that_see_nothing(xp: Target) -> None:
     assert np.isfinite(lse[9:]).all()
 
 
-@both_lanes
+@each_text
 @pytest.mark.parametrize("slot", [-1, 10**6, 2**62])
-def test_slots_outside_the_pool_are_never_read(slot: int, xp: Target) -> None:
+def test_slots_outside_the_pool_are_never_read(
+    slot: int, xp: Target, variant: VariantName | None
+) -> None:
     batch = sized([40], [9], kv_heads=2)
-    step = VerifyGqaStep(batch, xp, num_ctas=2, plan_values=FINE)
+    step = VerifyGqaStep(batch, xp, num_ctas=2, plan_values=FINE, variant=variant)
     run(step)
     before = outputs(step)
     step.out_cache_loc[8] = slot
@@ -270,8 +295,8 @@ def test_the_order_of_threads_and_blocks_decides_nothing(
         np.testing.assert_array_equal(one, other)
 
 
-@both_lanes
-def test_the_same_launches_follow_other_inputs(xp: Target) -> None:
+@each_text
+def test_the_same_launches_follow_other_inputs(xp: Target, variant: VariantName | None) -> None:
     latent, rope = KEY_WIDTH
     wide = {"latent": latent, "rope": rope, "sm_scale": SM_SCALE, "num_slots": 900}
     bases = [
@@ -282,7 +307,7 @@ def test_the_same_launches_follow_other_inputs(xp: Target) -> None:
     ]
     size = Capacity.of(bases)
     batches = [SizedGqaBatch(GqaBatch(base, 4, 2), size) for base in bases]
-    step = VerifyGqaStep(batches[0], xp, num_ctas=6)
+    step = VerifyGqaStep(batches[0], xp, num_ctas=6, variant=variant)
     replay = captured(step) if xp == "torch-cuda" else None
     seen: list[list[Any]] = []
     for batch in (*batches, batches[0]):
@@ -308,10 +333,13 @@ def captured(step: VerifyGqaStep) -> Any:
 
 
 @gpu
+@pytest.mark.parametrize("variant", ["portable", None])
 @pytest.mark.parametrize(("group", "kv_heads", "tree"), [(8, 1, 1), (4, 2, 8), (8, 2, 64)])
-def test_a_gpu_repeats_itself_bit_by_bit(group: int, kv_heads: int, tree: int) -> None:
+def test_a_gpu_repeats_itself_bit_by_bit(
+    group: int, kv_heads: int, tree: int, variant: VariantName | None
+) -> None:
     batch = sized([3000, 500, 0, 70], [tree] * 4, group=group, kv_heads=kv_heads)
-    step = VerifyGqaStep(batch, "torch-cuda")
+    step = VerifyGqaStep(batch, "torch-cuda", variant=variant)
     assert wrong_in(step) == []
     first, replay = outputs(step), captured(step)
     for again in [step] * 5 + [replay] * 10:
@@ -442,7 +470,7 @@ def caught(text: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a step with this text is refused by a checker or gives wrong numbers."""
     source = KernelSource.from_text(text, name="verify_gqa.cu")
 
-    def kernels(**values: int | str) -> tuple[Kernel, ...]:
+    def kernels(variant: str = "portable", **values: int | str) -> tuple[Kernel, ...]:
         made = source.with_values(**values)
         return Kernel(made, "verify_gqa_partials"), Kernel(made, "verify_gqa_combine")
 
@@ -464,8 +492,83 @@ def caught(text: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 @pytest.mark.parametrize(("old", "new"), [m[1:] for m in MUTANTS], ids=[m[0] for m in MUTANTS])
 def test_mutants_are_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = KernelSource.from_package("verify_gqa").text
+    headers = {file.name: file for file in KernelSource.from_package("verify_gqa").headers()}
+    common = headers["gqa.cuh"].read_text().replace("#pragma once", "")
+    text = text.replace('#include "gqa.cuh"', common)
     assert text.count(old) == 1
     assert caught(text.replace(old, new), monkeypatch)
+
+
+SM90_MUTANTS = [
+    ("the mask is not asked", "if (begin + TILE > masked_from) {", "if (false) {"),
+    ("shares are not taken", "state.take(lane_room);", ""),
+    ("both halves have the first rows", "BY_TURNS ? 0 : side * WARPGROUP_ROWS;", "0;"),
+    ("values of the tile's keys", "hopper::matrix(tile + VALUES_AT,", "hopper::matrix(tile,"),
+    ("a slot outside is read", "slot < source.num_slots ? slot : OUTSIDE", "slot < source.num_slots ? slot : 0"),
+]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("old", "new"), [m[1:] for m in SM90_MUTANTS], ids=[m[0] for m in SM90_MUTANTS]
+)
+def test_mutants_of_the_text_for_hopper_gpus_are_caught(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if choose_gqa_variant(launching.capability("cuda:0")) != "sm90":
+        pytest.skip("the text is for Hopper GPUs")
+    text = KernelSource.from_package("verify_gqa_sm90").text
+    assert text.count(old) == 1
+    source = KernelSource.from_text(text.replace(old, new), name="verify_gqa_sm90.cu")
+
+    def kernels(variant: str = "sm90", **values: int | str) -> tuple[Kernel, ...]:
+        made = source.with_values(**values)
+        return Kernel(made, "verify_gqa_partials_sm90"), Kernel(made, "verify_gqa_combine_sm90")
+
+    monkeypatch.setattr(op, "verify_gqa_kernels", kernels)
+    found: list[str] = []
+    for group in (8, 5):  # row tiles of 128 and of 64 rows
+        batch = sized([150, 40], [13, 7], group=group, kv_heads=2, masks="any")
+        step = VerifyGqaStep(batch, "torch-cuda", num_ctas=3, plan_values=FINE)
+        found += wrong_in(step)
+        step.out_cache_loc[2] = -1
+        step()
+        sees = np.array([int(row[0]) >> 2 & 1 for row in batch.batch.visible()[:13]], bool)
+        if not np.isnan(host_array(step.lse).data[:13][sees]).all():
+            found.append("a slot outside the pool is no NaN")
+    assert found
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def test_the_rule() -> None:
+    assert choose_gqa_variant(None) == choose_gqa_variant((12, 0)) == "portable"
+    assert choose_gqa_variant((9, 0)) == choose_gqa_variant((9, 0), rows=128) == "sm90"
+    assert choose_gqa_variant((9, 0), rows=32) == "portable"
+
+
+@pytest.mark.parametrize(
+    ("group", "tree", "portable", "sm90"),
+    [(8, 1, 16, 64), (4, 8, 32, 64), (8, 8, 64, 64), (8, 9, 64, 128), (4, 64, 64, 128), (5, 17, 64, 64), (5, 64, 64, 64)],
+)  # fmt: skip
+def test_row_tiles(group: int, tree: int, portable: int, sm90: int) -> None:
+    assert row_tile(group, tree) == portable
+    assert row_tile(group, tree, "sm90") == sm90
+
+
+@pytest.mark.parametrize("rows", ROW_TILES["sm90"])
+@pytest.mark.parametrize("index", ["int", "long long"])
+def test_the_text_for_hopper_gpus_spills_nothing(rows: int, index: str) -> None:
+    kernels = verify_gqa_kernels("sm90", ROWS=rows, GROUP=4, KV_INDEX=index, QO_INDEX=index)
+    for kernel in kernels:
+        cubin = kernel.compile("sm_90a")
+        resources = cubin.resources[kernel.name]
+        assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), resources
+        assert cubin.warnings == ()
+        assert "Potential Performance Loss" not in cubin.log
+        shared = resources.static_shared_bytes + (kernel.declared_shared() or 0)
+        assert shared <= max_shared_bytes("sm_90")
 
 
 # --- resources -----------------------------------------------------------------------------------
@@ -580,6 +683,8 @@ MISUSE = [
     ("workspace too small", lambda a: {"workspace": small_scratch(a["plan"])}, "workspace.partial_out=.*too small.*2 KV heads"),
     ("out is q", lambda a: {"out": a["q"]}, "out=.*shares memory with q"),
     ("no blocks", lambda a: {"combine_ctas": 0}, "combine_ctas=0"),
+    ("a text without such row tiles", lambda a: {"plan": planned(rows=16), "variant": "sm90"}, "variant='sm90'.*64 or 128 rows, not to 16"),
+    ("no text", lambda a: {"variant": ""}, "variant=''.*portable, sm90"),
 ]  # fmt: skip
 
 
@@ -598,6 +703,11 @@ def test_sizes_of_a_plan_are_checked() -> None:
         ({"group": 33}, "group=33"),
         ({"kv_heads": 0}, "kv_heads=0"),
         ({"rows": 48}, "rows=48"),
+        ({"rows": "64"}, "rows='64'"),
+        ({"rows": 128}, "rows=128: wants 16 or 32 or 64 for portable"),
+        ({"rows": 32, "variant": "sm90"}, "rows=32: wants 64 or 128 for sm90"),
+        ({"group": 5, "rows": 128, "variant": "sm90"}, "rows=128.*a divisor of 320"),
+        ({"variant": "fast"}, "variant='fast'.*portable, sm90"),
         ({"max_tree_tokens": 257}, "max_tree_tokens=257"),
     ):
         with pytest.raises(ArgumentError, match=says):

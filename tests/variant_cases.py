@@ -105,21 +105,31 @@ class OneKind:
 
 @dataclass(frozen=True)
 class GqaKind:
-    """A row tile, and the `-D` values of the text for it."""
+    """A text, a row tile, and the `-D` values of the text for it."""
 
+    variant: VariantName
     rows: int
     group: int
     trees: tuple[int, ...]
     values: Mapping[str, int]
 
     def __str__(self) -> str:
-        return f"{self.rows} rows, " + ", ".join(f"{n}={v}" for n, v in self.values.items())
+        return ", ".join(
+            [self.variant, f"{self.rows} rows", *(f"{n}={v}" for n, v in self.values.items())]
+        )
 
 
-_OF_ROWS = {16: (4, (4, 1, 3)), 32: (8, (4, 1, 3)), 64: (5, (9, 3, 17))}
+_OF_ROWS = {
+    16: (4, (4, 1, 3)), 32: (8, (4, 1, 3)), 64: (5, (9, 3, 17)), 128: (8, (9, 3, 17)),
+}  # fmt: skip
 
 GQA_KINDS = [
-    GqaKind(rows, *_OF_ROWS[rows], values[rows]) for rows in ROW_TILES for values in ALL_VALUES
+    *(
+        GqaKind("portable", rows, *_OF_ROWS[rows], values[rows])
+        for rows in ROW_TILES["portable"]
+        for values in ALL_VALUES
+    ),
+    *(GqaKind("sm90", rows, *_OF_ROWS[rows], {}) for rows in ROW_TILES["sm90"]),
 ]
 
 
@@ -130,7 +140,8 @@ class OneGqaKind:
         self.kind, self.name = kind, f"verify_gqa, {kind}"
 
     def kernels(self) -> Sequence[Kernel]:
-        return verify_gqa_kernels(GROUP=self.kind.group, ROWS=self.kind.rows, **self.kind.values)
+        kind = self.kind
+        return verify_gqa_kernels(kind.variant, GROUP=kind.group, ROWS=kind.rows, **kind.values)
 
     def batches(self) -> Iterator[tuple[str, SizedGqaBatch]]:
         latent, rope = KEY_WIDTH
@@ -149,8 +160,8 @@ class OneGqaKind:
         return self.batches()
 
     def step(self, batch: SizedGqaBatch, xp: Target) -> VerifyGqaStep:
-        step = VerifyGqaStep(
-            batch, xp, num_ctas=3 if xp == "numpy" else None, values=self.kind.values
-        )
+        blocks = 3 if xp == "numpy" else None
+        variant, values = self.kind.variant, self.kind.values
+        step = VerifyGqaStep(batch, xp, num_ctas=blocks, variant=variant, values=values)
         assert step.attend.rows == self.kind.rows
         return step

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cuverify.kernel import Kernel
     from cuverify.launching import PartialType
     from cuverify.verify_batch import DraftSource, IndexType
+    from cuverify.verify_variants import VariantName
 
 _HOST_CTAS = 3
 _BLOCK = 16  # tokens of a drafter's block
@@ -56,7 +57,7 @@ class VerifyGqaStep(ListedStep):
         Where the buffers are.
     num_ctas : int, optional
         Blocks that attend for each KV head.
-    combine_ctas, partial, plan_values, values
+    combine_ctas, partial, plan_values, variant, values
         As for the ops.
     """
 
@@ -69,6 +70,7 @@ class VerifyGqaStep(ListedStep):
         combine_ctas: int | None = None,
         partial: PartialType | None = None,
         plan_values: Mapping[str, int] | None = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         from cuverify.ops.verify_gqa import VerifyGqa, plan_verify_gqa
@@ -99,6 +101,7 @@ class VerifyGqaStep(ListedStep):
             max_tokens=size.tokens,
             max_tree_tokens=size.tree,
             num_ctas=num_ctas,
+            variant=variant,
             values=plan_values,
             **self.lists,
         )
@@ -113,6 +116,7 @@ class VerifyGqaStep(ListedStep):
             sm_scale=base.sm_scale,
             combine_ctas=combine_ctas,
             partial=partial,
+            variant=variant,
             values=values,
             **drafts,
         )
@@ -164,7 +168,7 @@ class VerifyGqaCase:
     name = "verify_gqa"
 
     def kernels(self) -> Sequence[Kernel]:
-        """Return the kernels of each row tile: groups of 8, 4 and 5, and 64-bit indices."""
+        """Return the kernels of each text and row tile, for groups of 8, 4 and 5."""
         from cuverify.ops.verify_gqa import COMPACT_VALUES, VALUES, verify_gqa_kernels
 
         return [
@@ -173,6 +177,8 @@ class VerifyGqaCase:
             *verify_gqa_kernels(GROUP=8, ROWS=64, **VALUES[64]),
             *verify_gqa_kernels(GROUP=5, ROWS=64, KV_INDEX="long long", **VALUES[64]),
             *verify_gqa_kernels(GROUP=8, ROWS=64, **COMPACT_VALUES[64]),
+            *verify_gqa_kernels("sm90", GROUP=5, ROWS=64, KV_INDEX="long long"),
+            *verify_gqa_kernels("sm90", GROUP=8, ROWS=128),
         ]
 
     def batches(self, *, seed: int = 0, examples: int = 12) -> Iterator[tuple[str, SizedGqaBatch]]:

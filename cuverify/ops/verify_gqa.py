@@ -3,10 +3,10 @@
 `plan_verify_gqa` makes the `VerifyPlan` that serves all layers of a step; each layer has a
 `VerifyGqa` of its own, and all of them may share one `GqaWorkspace`.
 
-A row tile of the plan is 16, 32 or 64 query rows of one KV head: tree tokens times the query heads
-that share it. `row_tile` chooses by what one request can have. Slots are those of tokens, as in
-SGLang's ``req_to_token`` and ``kv_indices``, whatever the page size of the pool is: a pool of pages
-is handed over as the view [slots, kv_heads, 128] of the same memory.
+A row tile of the plan is 16, 32, 64 or 128 query rows of one KV head: tree tokens times the query
+heads that share it. `row_tile` chooses by the text and what one request can have. Slots are those
+of tokens, as in SGLang's ``req_to_token`` and ``kv_indices``, whatever the page size of the pool
+is: a pool of pages is handed over as the view [slots, kv_heads, 128] of the same memory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cuverify.launching import (
     RESERVED_SHARED,
     Launched,
     PartialType,
+    capability,
     check_int,
     check_row_stride,
     check_words,
@@ -48,12 +49,13 @@ from cuverify.ops.verify_plan import (
     plan_workspace,
 )
 from cuverify.sources import KernelSource, Value
+from cuverify.verify_variants import GQA_VARIANTS, VariantName, choose_gqa_variant, variants_for
 
 HEAD_DIM = 128
 """Columns of a query, a key and a value."""
 
-ROW_TILES = (16, 32, 64)
-"""Query rows of a KV head that a block can have at once."""
+ROW_TILES: Mapping[VariantName, tuple[int, ...]] = {"portable": (16, 32, 64), "sm90": (64, 128)}
+"""Query rows of a KV head that a block can have at once, by the text."""
 
 MAX_GROUP = 32
 """Most query heads of a KV head."""
@@ -66,7 +68,7 @@ VALUES: Mapping[int, Mapping[str, int]] = {
     32: {"TILE": 64},
     64: {"TILE": 64},
 }
-"""`-D` values of the text, by the query rows of a row tile."""
+"""`-D` values of the portable text, by the query rows of a row tile."""
 
 COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
     16: {"TILE": 64, "STAGES": 2},
@@ -78,23 +80,25 @@ COMPACT_VALUES: Mapping[int, Mapping[str, int]] = {
 ALL_VALUES = (VALUES, COMPACT_VALUES)
 """What `text_values` chooses from: the first that leave room for two blocks, else the last."""
 
-PLAN_VALUES: Mapping[str, int] = {"GRAIN": 32, "ROOT_HALVES": 2}
-"""`-D` values of kernels_cu/verify_plan.cu for this text."""
-
-_THREADS = 128
 _COMBINE_CTAS_PER_MULTIPROCESSOR = 4
 
 
-def text_values(rows: int, device: str | None) -> Mapping[str, int]:
+def text_values(
+    rows: int, device: str | None, variant: VariantName = "portable"
+) -> Mapping[str, int]:
     """Return the `-D` values of the text for a row tile.
 
     Parameters
     ----------
     rows : int
-        Of `ROW_TILES`.
+        Of a row tile.
     device : str or None
         As torch names it; ``cpu`` or None for the host lane.
+    variant : {"portable", "sm90"}
+        The text; that for Hopper GPUs has one set of values.
     """
+    if variant != "portable":
+        return {}
     if device is None or device == "cpu":
         return ALL_VALUES[0][rows]
     return fitting_values(rows, shared_room(device))
@@ -106,7 +110,7 @@ def fitting_values(rows: int, room: int) -> Mapping[str, int]:
     Parameters
     ----------
     rows : int
-        Of `ROW_TILES`.
+        Of a row tile.
     room : int
         Bytes of shared memory that a multiprocessor has for all of its blocks.
     """
@@ -117,8 +121,8 @@ def fitting_values(rows: int, room: int) -> Mapping[str, int]:
     return ALL_VALUES[-1][rows]
 
 
-def row_tile(group: int, max_tree_tokens: int) -> int:
-    """Return the query rows of a row tile: the fewest that hold a request's, up to 64.
+def row_tile(group: int, max_tree_tokens: int, variant: VariantName = "portable") -> int:
+    """Return the query rows of a row tile: the fewest that hold a request's, up to 64 or 128.
 
     Parameters
     ----------
@@ -126,9 +130,13 @@ def row_tile(group: int, max_tree_tokens: int) -> int:
         Query heads of a KV head.
     max_tree_tokens : int
         Most tree tokens of one request.
+    variant : {"portable", "sm90"}
+        The text. 128 rows read each KV row half as often as 64. A plan cannot count an odd group's
+        tokens in such tiles.
     """
     rows = group * max_tree_tokens
-    return next((size for size in ROW_TILES if rows <= size), ROW_TILES[-1])
+    sizes = [size for size in ROW_TILES[variant] if group * ROW_TILE % size == 0]
+    return next((size for size in sizes if rows <= size), sizes[-1])
 
 
 def plan_verify_gqa(
@@ -142,6 +150,7 @@ def plan_verify_gqa(
     rows: int | None = None,
     num_ctas: int | None = None,
     workspace: PlanWorkspace | None = None,
+    variant: VariantName | None = None,
     values: Mapping[str, int] | None = None,
     **lists: Any,
 ) -> VerifyPlan:
@@ -155,15 +164,17 @@ def plan_verify_gqa(
         Query heads of a KV head, up to 32.
     kv_heads : int
         KV heads of this rank.
-    rows : {16, 32, 64}, optional
+    rows : {16, 32, 64, 128}, optional
         Query rows of a row tile; that of `row_tile` if absent.
     num_ctas : int, optional
         Blocks of each KV head. As many as fill the GPU with all heads if absent, and 2 on the host
         lane. Of `workspace` where that is given.
     workspace : PlanWorkspace, optional
         The caller's buffers; of the plan's own if absent.
+    variant : {"portable", "sm90"}, optional
+        The text that is to attend; that of `cuverify.verify_variants.choose_gqa_variant` if absent.
     values : mapping of str to int, optional
-        `-D` values of kernels_cu/verify_plan.cu, in place of `PLAN_VALUES`.
+        `-D` values of kernels_cu/verify_plan.cu, in place of those of the text.
     **lists
         `kv_indices`, `kv_indptr`, `req_to_token`, `req_pool_indices`, as for `VerifyPlan`.
 
@@ -181,16 +192,21 @@ def plan_verify_gqa(
     max_tree_tokens = check_int(
         "max_tree_tokens", max_tree_tokens, 1, MAX_TREE_TOKENS, "tokens of a tree"
     )
+    if rows is not None:
+        rows = check_int("rows", rows, 1, 2 * ROW_TILE, "query rows of a row tile")
+    device = tensor_of("seq_lens", seq_lens).device
+    variant = _variant(variant, device, rows)
     if rows is None:
-        rows = row_tile(group, max_tree_tokens)
-    if rows not in ROW_TILES:
-        raise ArgumentError("rows", rows, f"wants one of {ROW_TILES}")
+        rows = row_tile(group, max_tree_tokens, variant)
+    if rows not in ROW_TILES[variant] or group * ROW_TILE % rows:
+        known = " or ".join(str(size) for size in ROW_TILES[variant])
+        wanted = f"wants {known} for {variant}, and a divisor of {group * ROW_TILE}"
+        raise ArgumentError("rows", rows, wanted)
     heads = group * ROW_TILE // rows  # the plan counts in tiles of 64 rows
     if workspace is None:
         if num_ctas is None:
-            device = tensor_of("seq_lens", seq_lens).device
-            chosen = text_values(rows, device)
-            partials, _ = verify_gqa_kernels(GROUP=group, ROWS=rows, **chosen)
+            chosen = text_values(rows, device, variant)
+            partials, _ = verify_gqa_kernels(variant, GROUP=group, ROWS=rows, **chosen)
             blocks = resident_blocks(partials, device)
             num_ctas = HOST_CTAS if blocks is None else max(1, blocks // kv_heads)
         workspace = PlanWorkspace.allocate(
@@ -207,7 +223,7 @@ def plan_verify_gqa(
         max_tokens=max_tokens,
         max_tree_tokens=max_tree_tokens,
         workspace=workspace,
-        values=PLAN_VALUES if values is None else values,
+        values=GQA_VARIANTS[variant].plan if values is None else values,
         **lists,
     )
 
@@ -285,11 +301,16 @@ class VerifyGqa:
         The type of partials, which all results have for a moment; that of
         `cuverify.launching.partial_type` if absent. bf16 is for results above 65,504 or mostly
         below 2**-14.
+    variant : {"portable", "sm90"}, optional
+        The text; that of `cuverify.verify_variants.choose_gqa_variant` if absent. Any can follow
+        any plan with row tiles that it has, and is fastest by a plan that was made for it.
     values : mapping of str to int, optional
-        `-D` values of the text, such as ``{"STAGES": 4}``, beside or in place of `text_values`.
+        `-D` values of that text, such as ``{"RESCALE_ABOVE": 4}``, beside or in place of
+        `text_values`.
 
     Attributes
     ----------
+    variant : {"portable", "sm90"}
     partials, combine : BoundLaunch
         The two launches of a call.
     tokens, heads, kv_heads, group, rows : int
@@ -333,6 +354,7 @@ class VerifyGqa:
         workspace: GqaWorkspace | None = None,
         combine_ctas: int | None = None,
         partial: PartialType | None = None,
+        variant: VariantName | None = None,
         values: Mapping[str, int] | None = None,
     ) -> None:
         if plan.kv_indices is None:
@@ -402,6 +424,10 @@ class VerifyGqa:
         self.tokens, self.heads, self.kv_heads = tokens, heads, kv_heads
         self.group, self.rows = group, rows
         self.partial = partial_type(partial)
+        self.variant = _variant(variant, device, rows)
+        if rows not in ROW_TILES[self.variant]:
+            known = " or ".join(str(size) for size in ROW_TILES[self.variant])
+            raise ArgumentError("variant", self.variant, f"attends to {known} rows, not to {rows}")
         chosen: dict[str, int | str] = {
             "GROUP": group,
             "ROWS": rows,
@@ -409,14 +435,14 @@ class VerifyGqa:
             "KV_INDEX": index_ctype(planned[-2]),
             "QO_INDEX": index_ctype(planned[-1]),
         }
-        chosen = {**text_values(rows, device), **(values or {}), **chosen}
-        partials, combine = verify_gqa_kernels(**chosen)
+        chosen = {**text_values(rows, device, self.variant), **(values or {}), **chosen}
+        partials, combine = verify_gqa_kernels(self.variant, **chosen)
         extends: list[Any] = []
         for owner, tensor in zip((k_extend, v_extend), drafts * 2, strict=False):
             extends += [owner, *(tensor.strides[:2] if owner is not None else (0, 0))]
         buffers = plan.workspace
         self.partials = partials.bind(
-            (plan.num_ctas, kv_heads), _THREADS,
+            (plan.num_ctas, kv_heads), GQA_VARIANTS[self.variant].threads,
             q, *queries.strides[:2], float(sm_scale),
             k_buffer, *keys.strides[:2], v_buffer, *pool_values.strides[:2], slots, kv_heads,
             plan.kv_indptr, plan.kv_indices, *extends, out_cache_loc,
@@ -453,30 +479,61 @@ def launched(arch: str) -> Iterator[Launched]:
     """Yield the `-D` values that layers and their plans launch with; see `cuverify.launched`."""
     room = max_shared_bytes(arch) + RESERVED_SHARED  # all of a multiprocessor's
     sets: list[dict[str, Value]] = [
-        {"ROWS": rows, "PARTIAL": "fp16", **fitting_values(rows, room)} for rows in ROW_TILES
+        {"ROWS": rows, "PARTIAL": "fp16", **fitting_values(rows, room)}
+        for rows in ROW_TILES["portable"]
     ]
     yield Launched("verify_gqa", ("KV_INDEX", "QO_INDEX"), {"GROUP": MODEL_GROUPS}, sets)
-    heads = sorted({group * ROW_TILE // rows for group in MODEL_GROUPS for rows in ROW_TILES})
-    yield from launched_plans(heads, [PLAN_VALUES])
+    known = variants_for(arch)
+    if "sm90" in known:
+        text = GQA_VARIANTS["sm90"]
+        types = {"GROUP": MODEL_GROUPS}
+        sets = [{"ROWS": rows, "PARTIAL": "fp16"} for rows in ROW_TILES["sm90"]]
+        yield Launched(text.stem, ("KV_INDEX", "QO_INDEX"), types, sets)
+    tiles = {rows for name in known for rows in ROW_TILES[name]}
+    heads = sorted(
+        {
+            group * ROW_TILE // rows
+            for group in MODEL_GROUPS
+            for rows in tiles
+            if group * ROW_TILE % rows == 0
+        }
+    )
+    yield from launched_plans(heads, [GQA_VARIANTS[name].plan for name in known])
 
 
-def verify_gqa_kernels(**values: int | str) -> tuple[Kernel, Kernel]:
-    """Return `verify_gqa_partials` and `verify_gqa_combine` with these `-D` values."""
-    return _kernels(tuple(sorted(values.items())))
+def verify_gqa_kernels(
+    variant: VariantName = "portable", /, **values: int | str
+) -> tuple[Kernel, Kernel]:
+    """Return the two kernels of a text with these `-D` values."""
+    return _kernels(variant, tuple(sorted(values.items())))
 
 
 @functools.cache
-def _kernels(values: tuple[tuple[str, int | str], ...]) -> tuple[Kernel, Kernel]:
-    source = KernelSource.from_package("verify_gqa", values=dict(values))
-    return Kernel(source, "verify_gqa_partials"), Kernel(source, "verify_gqa_combine")
+def _kernels(
+    variant: VariantName, values: tuple[tuple[str, int | str], ...]
+) -> tuple[Kernel, Kernel]:
+    text = GQA_VARIANTS[variant]
+    source = KernelSource.from_package(text.stem, values=dict(values))
+    partials, combine = text.kernels
+    return Kernel(source, partials), Kernel(source, combine)
+
+
+def _variant(variant: VariantName | None, device: str | None, rows: int | None) -> VariantName:
+    if variant is None:
+        return choose_gqa_variant(capability(device), rows=rows)
+    if variant not in tuple(GQA_VARIANTS):
+        raise ArgumentError("variant", variant, f"wants one of {', '.join(GQA_VARIANTS)}")
+    return variant
 
 
 def _rows_of(plan: VerifyPlan, group: int) -> int:
     """Return the query rows of a plan's row tiles for so many query heads of a KV head."""
-    for rows in ROW_TILES:
+    every = {size for sizes in ROW_TILES.values() for size in sizes}
+    sizes = sorted(size for size in every if group * ROW_TILE % size == 0)
+    for rows in sizes:
         if plan.heads * rows == group * ROW_TILE:
             return rows
-    wanted = ", ".join(str(group * ROW_TILE // rows) for rows in ROW_TILES)
+    wanted = ", ".join(str(group * ROW_TILE // rows) for rows in sizes)
     reason = f"is for {plan.heads} query rows a token; groups of {group} heads want {wanted}"
     raise ArgumentError("plan", plan, f"{reason}: see plan_verify_gqa")
 

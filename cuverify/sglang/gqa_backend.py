@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cuverify.buffers import tensor_of
+from cuverify.launching import capability
 from cuverify.narrow import Narrow
 from cuverify.sglang.backend import VerifyBackend
 from cuverify.sglang.contract import Layer, ModelRunner
+from cuverify.verify_variants import choose_gqa_variant
 
 if TYPE_CHECKING:
     from cuverify.ops.verify_plan import VerifyPlan
@@ -28,14 +31,21 @@ class GqaVerifyBackend(VerifyBackend):
     """`-D` values by the query rows of a row tile, in place of those that fit the GPU."""
 
     def choose_text(self, model_runner: ModelRunner, pool: Narrow) -> None:
-        """Do nothing: there is one text for keys and values that are apart."""
+        """Take the text of the class, or that of the rule."""
+        device = tensor_of("req_to_token", self.req_to_token).device
+        self.text = self.variant or choose_gqa_variant(capability(device))
 
     def make_plan(self, seq_lens: Any, qo_indptr: Any, **more: Any) -> VerifyPlan:
         """Return a plan for a batch size; parameters as for `plan_verify_gqa`."""
         from cuverify.ops.verify_gqa import plan_verify_gqa
 
         return plan_verify_gqa(
-            seq_lens, qo_indptr, group=self.heads // self.kv_heads, kv_heads=self.kv_heads, **more
+            seq_lens,
+            qo_indptr,
+            group=self.heads // self.kv_heads,
+            kv_heads=self.kv_heads,
+            variant=self.text,
+            **more,
         )
 
     def make_starts(self, plan: VerifyPlan, workspace: Any = None) -> None:
@@ -52,7 +62,8 @@ class GqaVerifyBackend(VerifyBackend):
         """Attend to a layer's pool; what is not named here is as for `VerifyGqa`."""
         from cuverify.ops.verify_gqa import VerifyGqa, row_tile
 
-        rows = row_tile(self.heads // self.kv_heads, self.draft_tokens)
+        rows = row_tile(self.heads // self.kv_heads, self.draft_tokens, self.text)
         values = None if self.values is None else self.values[rows]
         pools = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        VerifyGqa(q, *pools, out, lse, partial=self.partial, values=values, **more)()
+        more |= {"variant": self.text, "partial": self.partial, "values": values}
+        VerifyGqa(q, *pools, out, lse, **more)()

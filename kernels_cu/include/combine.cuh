@@ -104,7 +104,7 @@ __device__ __forceinline__ void units(const Turns& turns, const merge::Turn& tur
                 weights[k] = minus_infinity();
                 values[k] = make_uint4(0, 0, 0, 0);
                 if (given && slot + k * sharing < turn.end) {
-                    // 4,096 slots of 1,024 heads of 64 rows are counted in 32 bits
+                    // 4,096 slots of 1,024 heads of 128 rows are counted in 32 bits
                     const int at = (slot + k * sharing) * slot_rows + row;
                     weights[k] = partial_lse[at];
                     values[k] = load128(partial_out +

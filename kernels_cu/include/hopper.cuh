@@ -259,6 +259,19 @@ __device__ __forceinline__ void wgmma(float (&d)[24], unsigned long long a, unsi
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+__device__ __forceinline__ void wgmma(float (&d)[32], const unsigned (&a)[4], unsigned long long b,
+                                      bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES
+        " "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+        "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+        " {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+        : ACC8(d, 0), ACC8(d, 8), ACC8(d, 16), ACC8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
 __device__ __forceinline__ void wgmma_transposed(float (&d)[64], const unsigned (&a)[4],
                                                  unsigned long long b, bool accumulate) {
     asm volatile(

@@ -3,8 +3,8 @@
 
 namespace plan {
 
-// One row tile of one request against one range of KV positions. It lies in shared memory and is read
-// where it is needed: registers are for operands.
+// One row tile of one request against one range of KV positions. Where registers are for operands, it
+// lies in shared memory and is read where it is needed.
 struct Item {
     int row_tile;
     int slot;    // of the partials; -1: the row tile is in one piece
